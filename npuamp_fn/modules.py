@@ -1,0 +1,97 @@
+"""nn.Module to pure function: ``apply(params, buffers, *args) -> (output, new_buffers)``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import Tensor, nn
+
+__all__ = ["Apply", "Buffers", "Functionalized", "functionalize"]
+
+
+class Buffers(dict[str, Any]):
+    """The buffers of a module by name: a dictionary that ``cast`` and ``cast_policy`` leave alone.
+
+    >>> type(functionalize(torch.nn.BatchNorm1d(2)).buffers).__name__
+    'Buffers'
+    """
+
+
+def _with_keys(buffers: Buffers) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    return [(torch_pytree.MappingKey(name), value) for name, value in buffers.items()], tuple(buffers)
+
+
+torch_pytree.register_pytree_node(
+    Buffers,
+    lambda buffers: (list(buffers.values()), tuple(buffers)),
+    lambda values, names: Buffers(zip(names, values, strict=True)),
+    serialized_type_name="npuamp_fn.modules.Buffers",
+    flatten_with_keys_fn=_with_keys,
+)
+
+
+@dataclass(frozen=True)
+class Apply:
+    """A module as a function of its parameters and buffers; see :func:`functionalize`.
+
+    Whether it runs in training or evaluation mode is read from the module at each call.
+    """
+
+    module: nn.Module
+
+    def __call__(self, params: Any, buffers: Any, *args: Any, **kwargs: Any) -> tuple[Any, Buffers]:
+        """Run the module; buffers are cloned, and what it made of them is returned."""
+        own = Buffers((name, value.clone()) for name, value in buffers.items())
+        try:
+            output = torch.func.functional_call(self.module, {**params, **own}, args, kwargs)
+        except RuntimeError as error:
+            if "vmap" in str(error) and "in-place" in str(error):
+                raise RuntimeError(_VMAP_ADVICE) from error
+            raise
+        return output, own
+
+
+_VMAP_ADVICE = (
+    "the module updates a buffer in place with a value that has a vmap dimension the buffer lacks (BatchNorm's "
+    "running statistics, usually). Give each member its own buffers (vmap with in_dims=0 for `buffers`), or run the "
+    "module in .eval(), or call torch.func.replace_all_batch_norm_modules_(module) before functionalize."
+)
+
+
+class Functionalized(NamedTuple):
+    """What :func:`functionalize` returns."""
+
+    apply: Apply
+    params: dict[str, Tensor]  # detached, each tied weight once
+    buffers: Buffers
+
+
+def functionalize(module: nn.Module) -> Functionalized:
+    """Split a module into a pure function, its parameters and its buffers.
+
+    Parameters and buffers are detached and share storage with the module; tied weights appear once, under
+    their first name. ``apply`` never mutates the buffers it is given: it returns new ones. On a skipped step
+    keep the old ones with ``tree_where(out.finite, new, old)``.
+
+    Args:
+        module: Any module; it is not changed.
+
+    Returns:
+        ``(apply, params, buffers)`` with ``apply(params, buffers, *args, **kwargs) -> (output, new_buffers)``.
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Module``.
+
+    >>> apply, params, buffers = functionalize(torch.nn.Linear(2, 1))
+    >>> out, _ = apply(params, buffers, torch.ones(3, 2))
+    >>> sorted(params), out.shape
+    (['bias', 'weight'], torch.Size([3, 1]))
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"functionalize: expected an nn.Module, found {type(module).__name__}")
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    buffers = Buffers((name, buffer.detach()) for name, buffer in module.named_buffers())
+    return Functionalized(Apply(module), params, buffers)
