@@ -1,9 +1,70 @@
-"""Mixed precision for PyTorch as composable pure transforms."""
+"""Mixed precision for PyTorch as composable pure transforms.
 
-from npuamp_fn.flat import *
-from npuamp_fn.loss_scale import *
-from npuamp_fn.modules import *
-from npuamp_fn.policy import *
-from npuamp_fn.transforms.cast import *
-from npuamp_fn.transforms.grad import *
-from npuamp_fn.transforms.scaling import *
+Policies and casts, gradients of any pytree under loss scaling, flat parameter storage, and optimizers as data:
+values and pure functions that compose with ``torch.func`` and ``torch.compile``.
+"""
+
+from npuamp_fn import optim
+from npuamp_fn.flat import FlatTree, Layout, flatten
+from npuamp_fn.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    ScaledGrads,
+    StaticLossScale,
+    all_finite,
+    global_norm,
+    tree_where,
+)
+from npuamp_fn.modules import functionalize
+from npuamp_fn.op_tables import APEX_OPS, OpTable
+from npuamp_fn.optim import Optimizer
+from npuamp_fn.policy import O0, O1, O2, O3, Policy, batch_norm_paths
+from npuamp_fn.state_dict import load_state_dict, state_dict
+from npuamp_fn.transforms.cast import cast, cast_like, cast_policy, full_precision
+from npuamp_fn.transforms.fused import explain, fused_update
+from npuamp_fn.transforms.grad import GradFn, grad, grad_and_value
+from npuamp_fn.transforms.scaling import SupportsLossScaling, scaled_grad, with_loss_scaling
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # policies and casts
+    "APEX_OPS",
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "OpTable",
+    "Policy",
+    "batch_norm_paths",
+    "cast",
+    "cast_like",
+    "cast_policy",
+    "full_precision",
+    # gradients and loss scaling
+    "DynamicLossScale",
+    "GradFn",
+    "NoOpLossScale",
+    "ScaledGrads",
+    "StaticLossScale",
+    "SupportsLossScaling",
+    "all_finite",
+    "global_norm",
+    "grad",
+    "grad_and_value",
+    "scaled_grad",
+    "tree_where",
+    "with_loss_scaling",
+    # parameters
+    "FlatTree",
+    "Layout",
+    "flatten",
+    "functionalize",
+    "load_state_dict",
+    "state_dict",
+    # optimizers
+    "Optimizer",
+    "explain",
+    "fused_update",
+    "optim",
+]

@@ -153,7 +153,7 @@ class DynamicLossScale:
         _check_number(name, "backoff_factor", backoff_factor, low=0.0, high=1.0)
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
-                f"{name}: expected min_scale <= init_scale <= max_scale, found {min_scale} <= {init_scale} <= {max_scale}"
+                f"{name}: expected min_scale <= init_scale <= max_scale, found {min_scale}, {init_scale}, {max_scale}"
             )
         for field, value in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
             if not isinstance(value, int) or isinstance(value, bool):

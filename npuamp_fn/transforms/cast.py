@@ -74,7 +74,6 @@ def cast_policy(policy: Policy) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
         TypeError: ``policy`` is not a Policy.
         NotImplementedError: the policy casts operations (O1), which this version cannot do yet.
 
-    >>> from npuamp_fn import O2
     >>> @cast_policy(O2)
     ... def forward(weight, x):
     ...     return (x * weight), x.dtype

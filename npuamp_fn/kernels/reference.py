@@ -1,0 +1,48 @@
+"""The reference kernel: the rule's text, run eagerly; every other kernel must agree with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from npuamp_fn.kernels.rule import Item, Result, Step, compute_dtype
+
+__all__ = ["run"]
+
+
+def run(step: Step, items: list[Item]) -> list[Result]:
+    """Update every item by the rule; where ``finite`` is False nothing changes, bit for bit."""
+    return [_run_one(step, item) for item in items]
+
+
+def _run_one(step: Step, item: Item) -> Result:
+    dtype = compute_dtype(item.weights.dtype)
+    grad = item.grad.to(dtype)
+    if step.factor is not None:
+        grad = grad * step.factor.to(dtype)
+    expand = item.segments.expand
+    hyper = {name: expand(v.double()) if isinstance(v, Tensor) else v for name, v in item.hyper.items()}
+    slots = {name: slot.to(dtype) for name, slot in item.slots.items()}
+    new, new_slots = step.rule.update(
+        grad, item.weights.to(dtype), slots, expand(item.count), SimpleNamespace(**hyper), item.segments
+    )
+    if item.real is not None:
+        new = torch.where(item.real, new, 0.0)
+
+    def keep(value: Tensor, old: Tensor, spread: Callable[[Tensor], Tensor] = expand) -> Tensor:
+        value = value.to(old.dtype)
+        if item.finite is not None:
+            value = torch.where(spread(item.finite), value, old)
+        return old.copy_(value) if step.donate else value
+
+    per_tensor = {slot.name for slot in step.rule.slots if slot.per == "tensor"}
+    kept_slots = {
+        name: keep(value, item.slots[name], (lambda flag: flag) if name in per_tensor else expand)
+        for name, value in new_slots.items()
+    }
+    if item.master is None:
+        return Result(keep(new, item.param), kept_slots, None)
+    return Result(keep(new, item.param), kept_slots, keep(new, item.master))

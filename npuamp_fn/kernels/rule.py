@@ -1,0 +1,184 @@
+"""Update rules as data: an algorithm's arithmetic over one tensor, and what a kernel needs to run it anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Item",
+    "LeafSegments",
+    "Result",
+    "RowSegments",
+    "Rule",
+    "Segments",
+    "Slot",
+    "Step",
+    "add_scaled",
+    "addcmul",
+    "coefficient",
+    "compute_dtype",
+    "lerp",
+    "present",
+    "scaled",
+]
+
+
+class Slot(NamedTuple):
+    """One tensor of state per parameter."""
+
+    name: str
+    start: float = 0.0
+    per: Literal["element", "tensor"] = "element"  # like the parameter, or one value per tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule: ``update(grad, param, slots, count, hyper, seg) -> (param, slots)``, pure.
+
+    Everything arrives in the compute dtype (float32; float64 for float64 parameters). ``count`` is the number of
+    this step, from 1: an integer tensor of shape [], or one that broadcasts against the rows of a flat buffer.
+    ``hyper`` has the hyper-parameters as attributes: Python numbers, or float64 tensors that broadcast likewise; use
+    :func:`coefficient`, :func:`lerp`, :func:`addcmul` to combine them with elements. ``seg`` gives whole-tensor sums.
+    """
+
+    name: str
+    update: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    slots: tuple[Slot, ...] = ()
+    whole_leaves: bool = False  # needs each tensor in its own shape, not rows of a flat buffer
+    aten: str | None = None  # torch's fused operator for this algorithm
+
+
+class Segments(Protocol):
+    """What a rule may ask about whole tensors, whatever they are stored in."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over each tensor."""
+        ...
+
+    def expand(self, value: Tensor) -> Tensor:
+        """Return per-tensor values in a shape that broadcasts against the elements."""
+        ...
+
+
+class LeafSegments:
+    """One tensor in its own shape."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all elements: shape []."""
+        return x.sum()
+
+    def expand(self, value: Tensor) -> Tensor:
+        """Return the value: shape [] broadcasts by itself."""
+        return value
+
+
+class RowSegments:
+    """Tensors stored as rows of a flat buffer: elements have shape [rows, ROW]."""
+
+    def __init__(self, rows_per_tensor: Sequence[int], device: torch.device) -> None:
+        self._rows = list(rows_per_tensor)
+        self._device = device
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over each tensor: shape [tensors]; padding must be zero."""
+        start = torch.zeros(len(self._rows), dtype=x.dtype, device=x.device)
+        return start.index_add(0, self._tensor_of_row(), x.sum(dim=1))
+
+    def expand(self, value: Tensor) -> Tensor:
+        """Return values of shape [tensors] as a column of shape [rows, 1]; shape [] stays."""
+        return value if value.dim() == 0 else value.index_select(0, self._tensor_of_row()).unsqueeze(1)
+
+    def _tensor_of_row(self) -> Tensor:
+        index = torch.arange(len(self._rows), device=self._device)
+        counts = torch.tensor(self._rows, device=self._device)
+        return index.repeat_interleave(counts, output_size=sum(self._rows))
+
+
+@dataclass(frozen=True)
+class Item:
+    """One buffer (as rows of ROW elements) or one leaf to update."""
+
+    path: str
+    grad: Tensor  # any float dtype
+    param: Tensor
+    slots: dict[str, Tensor]
+    master: Tensor | None  # float32 parameters, where `param` is only their half copy
+    count: Tensor  # of this step, from 1: shape [] or [tensors]
+    hyper: dict[str, Any]  # numbers, or tensors of shape [] or [tensors]
+    finite: Tensor | None  # shape [] or [tensors], bool: where False, nothing changes; None: all is applied
+    segments: Segments
+    real: Tensor | None  # shape like param, bool: False at padding, where the rule could leave something but zero
+
+    @property
+    def weights(self) -> Tensor:
+        """The parameters in full precision, if there are masters; else as they are."""
+        return self.param if self.master is None else self.master
+
+
+class Step(NamedTuple):
+    """What all items of one update share."""
+
+    rule: Rule
+    factor: Tensor | None  # shape [], float32: gradients are multiplied by it first
+    donate: bool  # whether params, slots and masters are updated in place
+
+
+class Result(NamedTuple):
+    """What became of an item; the same tensors as went in if they were donated."""
+
+    param: Tensor
+    slots: dict[str, Tensor]
+    master: Tensor | None
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that arithmetic on a storage dtype runs in.
+
+    >>> compute_dtype(torch.bfloat16)
+    torch.float32
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def present(value: Any) -> bool:
+    """Tell whether a hyper-parameter does anything: false only for the Python number 0.
+
+    >>> present(0.0), present(0.1), present(torch.tensor(0.0))
+    (False, True, True)
+    """
+    return isinstance(value, Tensor) or value != 0
+
+
+def coefficient(value: Any, like: Tensor) -> Any:
+    """Return a number, or a float64 tensor rounded once to the dtype of the elements it will multiply."""
+    return value.to(like.dtype) if isinstance(value, Tensor) else value
+
+
+def scaled(x: Tensor, factor: Any) -> Tensor:
+    """Return ``x * factor``."""
+    return x * coefficient(factor, x)
+
+
+def add_scaled(x: Tensor, y: Tensor, factor: Any) -> Tensor:
+    """Return ``x + factor * y``."""
+    if isinstance(factor, Tensor):
+        return x + coefficient(factor, x) * y
+    return torch.add(x, y, alpha=factor)
+
+
+def lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """Return ``start + weight * (end - start)``."""
+    weight = coefficient(weight, start)
+    return torch.lerp(start, end, weight if not isinstance(weight, Tensor) else weight.expand_as(start))
+
+
+def addcmul(start: Tensor, a: Tensor, b: Tensor, value: Any) -> Tensor:
+    """Return ``start + value * a * b``."""
+    if isinstance(value, Tensor):
+        return start + coefficient(value, start) * a * b
+    return torch.addcmul(start, a, b, value=value)

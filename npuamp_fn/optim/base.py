@@ -1,0 +1,239 @@
+"""Optimizers as data: a rule, its hyper-parameters, and how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from npuamp_fn import kernels
+from npuamp_fn.flat import FlatTree
+from npuamp_fn.kernels.rule import Item, Rule, Step, compute_dtype
+from npuamp_fn.loss_scale import ScaledGrads
+from npuamp_fn.optim.items import check_donation, flat_items, leaf_items, put_flat, put_leaves
+from npuamp_fn.tree import check_same_structure, is_float, tree_flatten, tree_map, tree_paths
+
+__all__ = ["GradientTransform", "Hyper", "Optimizer", "OptimizerState", "Schedule"]
+
+Schedule: TypeAlias = Callable[[Tensor], Any]
+"""A hyper-parameter as a function of the number of steps taken so far (int32, shape [])."""
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Hyper(Mapping[str, Any]):
+    """Hyper-parameters by name: an immutable, hashable mapping.
+
+    >>> Hyper(lr=0.1)["lr"]
+    0.1
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))
+
+    def __repr__(self) -> str:
+        return f"Hyper({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+class GradientTransform(Protocol):
+    """Something done to the gradients before the rule sees them, as one factor for all of them."""
+
+    def factor(self, grads: Any, factor: Tensor | None) -> Tensor:
+        """Return what the gradients must be multiplied by, given what they had to be multiplied by already."""
+        ...
+
+
+class OptimizerState(NamedTuple):
+    """What an optimizer remembers between steps; the same structure, shapes and dtypes after every step."""
+
+    # shape=[] (or one per tensor), dtype=int32: steps applied, skipped ones not counted
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]  (tuple.count is not missed)
+    slots: dict[str, Any]  # name -> like params, float32 (or one value per tensor)
+    master: Any  # like params, float32; None where params are full precision already; () without master weights
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer, as frozen data with two pure methods.
+
+    Args:
+        rule: The algorithm.
+        hyper: Its hyper-parameters: numbers, 0-dim tensors, or schedules ``count -> value``. A tensor with one
+            entry per float leaf (per tensor of a FlatTree) sets each its own.
+        transforms: Gradient transforms, first to last.
+        master_weights: Whether the state holds float32 masters of half parameters.
+        kernel: How the rule is run: "reference", "aten", or "auto" to choose.
+        donate: Whether ``update`` consumes ``params`` and ``state`` and updates them in place.
+
+    >>> optim.adamw(1e-3).hyper["eps"]
+    1e-08
+    """
+
+    rule: Rule
+    hyper: Hyper
+    transforms: tuple[GradientTransform, ...] = ()
+    master_weights: bool = False
+    kernel: str = "reference"
+    donate: bool = False
+
+    def replace(self, **changes: Any) -> Optimizer:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
+    def init(self, params: Any, master: Any = None) -> OptimizerState:
+        """Return the state before the first step.
+
+        Args:
+            params: A FlatTree or any pytree; leaves that are not floating point get no state.
+            master: With master weights: the full-precision parameters, if there are any. Without it the masters
+                start from the half ones.
+
+        Raises:
+            TypeError: a parameter is complex, or ``master`` was given without master weights.
+            ValueError: ``master`` does not have the structure of ``params``.
+        """
+        _refuse_complex(params)
+        if master is not None and not self.master_weights:
+            raise TypeError(
+                "init: `master` needs an optimizer with master weights; write with_master_weights(optimizer)"
+            )
+        slots = {slot.name: self._start(params, slot.start, slot.per == "tensor") for slot in self.rule.slots}
+        device = next((leaf.device for leaf in tree_flatten(params)[0] if isinstance(leaf, Tensor)), None)
+        count = torch.zeros((), dtype=torch.int32, device=device)
+        return OptimizerState(count, slots, self._masters(params, master) if self.master_weights else ())
+
+    def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
+        """Apply one step; pure unless ``donate``.
+
+        Args:
+            grads: Gradients like ``params`` in any float dtype, applied unconditionally; or ScaledGrads, whose
+                ``finite=False`` makes the step change nothing at all, bit for bit.
+            state: From ``init`` or the last ``update``.
+            params: What to update; its dtypes are kept.
+
+        Returns:
+            ``(params, state)``: new ones; with ``donate`` the same tensors, updated.
+
+        Raises:
+            TypeError: not the state of an optimizer, or a donated tensor needs gradients or is under a transform.
+            ValueError: gradients differ from the parameters in structure, layout or shape; the message names the
+                first differing path.
+        """
+        factor = finite = None
+        if isinstance(grads, ScaledGrads):
+            grads, factor, finite = grads.grads, grads.inv_scale, grads.finite
+        if not isinstance(state, OptimizerState):
+            raise TypeError(
+                f"update: expected an OptimizerState as second argument, found {type(state).__name__}; the order is "
+                "update(grads, state, params)"
+            )
+        _check_gradients(grads, params)
+        if self.donate:
+            check_donation(params, state)
+        for transform in self.transforms:
+            factor = transform.factor(grads, factor)
+        items = self._items(grads, state, params, finite)
+        results = kernels.run(self.kernel, Step(self.rule, factor, self.donate), items)
+        count = state.count + 1
+        if finite is not None:
+            count = torch.where(finite, count, state.count)
+        if self.donate:
+            return params, state._replace(count=count)
+        put = put_flat if isinstance(params, FlatTree) else put_leaves
+        params, slots, master = put(self.rule, results, params, state)
+        return params, OptimizerState(count, slots, master)
+
+    def choice(self, params: Any) -> tuple[str, str, list[Item]]:
+        """Return the kernel that will update these parameters, why, and the items it will get."""
+        items = self._items(params, self.init(params), params, None)
+        return (*kernels.choose(self.kernel, self.rule, items), items)
+
+    def _items(self, grads: Any, state: OptimizerState, params: Any, finite: Tensor | None) -> list[Item]:
+        hyper = {name: value(state.count) if callable(value) else value for name, value in self.hyper.items()}
+        collect = flat_items if isinstance(params, FlatTree) else leaf_items
+        return collect(self.rule, hyper, state.count + 1, finite, grads, params, state)
+
+    def _start(self, params: Any, value: float, per_tensor: bool) -> Any:
+        def full(leaf: Any) -> Any:
+            if not is_float(leaf):
+                return None
+            dtype = compute_dtype(leaf.dtype)
+            if per_tensor:
+                return torch.full((), value, dtype=dtype, device=leaf.device)
+            return torch.full_like(leaf, value, dtype=dtype, requires_grad=False)
+
+        if not isinstance(params, FlatTree):
+            return tree_map(full, params)
+        if per_tensor:
+            buckets = zip(params.layout.buckets, params.buffers, strict=True)
+            sizes = [(len(bucket.segments), buffer) for bucket, buffer in buckets if buffer is not None]
+            return tuple(torch.full((n,), value, dtype=compute_dtype(b.dtype), device=b.device) for n, b in sizes)
+        return _without_rest(params.map(full))
+
+    def _masters(self, params: Any, master: Any) -> Any:
+        source = params if master is None else master
+        _check_gradients(source, params, "init(master=...)")
+
+        def copy(leaf: Any, own: Any) -> Any:
+            return own.detach().to(torch.float32, copy=True) if is_float(leaf) and leaf.dtype in _HALVES else None
+
+        if isinstance(params, FlatTree):
+            buffers = tuple(copy(p, m) for p, m in zip(params.buffers, source.buffers, strict=True))
+            return _without_rest(FlatTree(buffers, params.rest, params.layout))
+        return tree_map(copy, params, source)
+
+
+def _without_rest(flat: FlatTree) -> FlatTree:
+    return FlatTree(flat.buffers, (None,) * len(flat.rest), flat.layout)
+
+
+def _refuse_complex(params: Any) -> None:
+    leaves = tree_flatten(params)[0]
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_complex():
+            raise TypeError(
+                f"init: parameter `{tree_paths(params)[index]}` is {leaf.dtype}; optimizers need real parameters: "
+                "store torch.view_as_real(parameter) and use torch.view_as_complex inside the model"
+            )
+
+
+def _check_gradients(grads: Any, params: Any, what: str = "update: gradients") -> None:
+    if isinstance(params, FlatTree) != isinstance(grads, FlatTree):
+        advice = "; lay them out with params.layout.pack(grads)" if isinstance(params, FlatTree) else ""
+        raise ValueError(
+            f"{what}: expected a {type(params).__name__} like params, found {type(grads).__name__}{advice}"
+        )
+    if isinstance(params, FlatTree):
+        if grads.layout != params.layout:
+            check_same_structure(params.layout.paths, grads.layout.paths, what)
+            differing = next(
+                a.path for a, b in zip(params.layout.segments, grads.layout.segments, strict=True) if a != b
+            )
+            raise ValueError(f"{what}: the layout differs from that of params, first at `{differing}`")
+        params, grads = params.buffers, grads.buffers
+    check_same_structure(params, grads, what)
+    leaves, others = tree_flatten(params)[0], tree_flatten(grads)[0]
+    for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+        if is_float(leaf) and not (is_float(other) and other.shape == leaf.shape):
+            found = (
+                f"a {other.dtype} tensor of shape {tuple(other.shape)}" if isinstance(other, Tensor) else repr(other)
+            )
+            raise ValueError(
+                f"{what}: leaf `{tree_paths(params)[index]}`: expected a float tensor of shape {tuple(leaf.shape)}, "
+                f"found {found}"
+            )

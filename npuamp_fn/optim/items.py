@@ -1,0 +1,159 @@
+"""From trees to the items a kernel runs on, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuamp_fn.flat import ROW, Bucket, FlatTree
+from npuamp_fn.kernels.rule import Item, LeafSegments, Result, RowSegments, Rule, present
+from npuamp_fn.tracing import under_transform
+from npuamp_fn.tree import is_float, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+
+__all__ = ["check_donation", "flat_items", "leaf_items", "put_flat", "put_leaves"]
+
+
+def leaf_items(
+    rule: Rule, hyper: dict[str, Any], count: Tensor, finite: Tensor | None, grads: Any, params: Any, state: Any
+) -> list[Item]:
+    """Return one item per float leaf of a plain tree."""
+    leaves = tree_leaves(params)
+    paths = tree_paths(params)
+    slots = {slot.name: tree_leaves(state.slots[slot.name]) for slot in rule.slots}
+    masters = tree_leaves(state.master) if state.master != () else [None] * len(leaves)
+    floats = [index for index, leaf in enumerate(leaves) if is_float(leaf)]
+    gradients = tree_leaves(grads)
+    return [
+        Item(
+            path=paths[i],
+            grad=gradients[i],
+            param=leaves[i],
+            slots={name: values[i] for name, values in slots.items()},
+            master=masters[i],
+            count=_entry(count, order),
+            hyper={name: _entry(value, order) for name, value in hyper.items()},
+            finite=_entry(finite, order),
+            segments=LeafSegments(),
+            real=None,
+        )
+        for order, i in enumerate(floats)
+    ]
+
+
+def put_leaves(rule: Rule, results: Sequence[Result], params: Any, state: Any) -> tuple[Any, dict[str, Any], Any]:
+    """Return params, slots and masters with the results at the float leaves."""
+    leaves, treedef = tree_flatten(params)
+    floats = [index for index, leaf in enumerate(leaves) if is_float(leaf)]
+
+    def put(values: Sequence[Any], others: Sequence[Any]) -> Any:
+        filled = list(others)
+        for index, value in zip(floats, values, strict=True):
+            filled[index] = value
+        return tree_unflatten(treedef, filled)
+
+    blank = [None] * len(leaves)
+    slots = {slot.name: put([r.slots[slot.name] for r in results], blank) for slot in rule.slots}
+    master = () if state.master == () else put([r.master for r in results], blank)
+    return put([r.param for r in results], leaves), slots, master
+
+
+def flat_items(
+    rule: Rule, hyper: dict[str, Any], count: Tensor, finite: Tensor | None, grads: Any, params: FlatTree, state: Any
+) -> list[Item]:
+    """Return one item per buffer, seen as rows of ROW elements."""
+    items = []
+    for index, (bucket, buffer) in enumerate(zip(params.layout.buckets, params.buffers, strict=True)):
+        if buffer is None or not is_float(buffer):
+            continue
+        if buffer.dim() != 1:
+            raise ValueError(
+                f"update: the parameters have {buffer.dim() - 1} leading batch dimensions; write vmap(optimizer.update)"
+            )
+
+        def rows(tree: Any, index: int = index) -> Tensor:
+            return tree.buffers[index].view(-1, ROW)
+
+        def own(value: Any, bucket: Bucket = bucket) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(params.layout.buckets) == 1:
+                return value
+            return value.index_select(0, torch.tensor(bucket.segments, device=value.device))
+
+        slots = {
+            slot.name: state.slots[slot.name][index] if slot.per == "tensor" else rows(state.slots[slot.name])
+            for slot in rule.slots
+        }
+        sizes = [params.layout.segments[i].size for i in bucket.segments]
+        items.append(
+            Item(
+                path=", ".join(params.layout.segments[i].path for i in bucket.segments[:3]),
+                grad=rows(grads),
+                param=rows(params),
+                slots=slots,
+                master=rows(state.master) if state.master != () and state.master.buffers[index] is not None else None,
+                count=own(count),
+                hyper={name: own(value) for name, value in hyper.items()},
+                finite=own(finite),
+                segments=RowSegments([-(-size // ROW) for size in sizes], buffer.device),
+                real=None if present(hyper.get("eps", 1)) else _real_elements(bucket, buffer.device),
+            )
+        )
+    return items
+
+
+def put_flat(rule: Rule, results: Sequence[Result], params: FlatTree, state: Any) -> tuple[Any, dict[str, Any], Any]:
+    """Return params, slots and masters with the results as their buffers."""
+
+    def put(values: Sequence[Tensor | None], like: FlatTree) -> FlatTree:
+        rest = iter(values)
+        fresh = [None if buffer is None else next(rest) for buffer in params.buffers]
+        buffers = tuple(None if rows is None else rows.view(-1) for rows in fresh)
+        return FlatTree(buffers, like.rest, like.layout)
+
+    slots = {}
+    for slot in rule.slots:
+        values = [result.slots[slot.name] for result in results]
+        slots[slot.name] = tuple(values) if slot.per == "tensor" else put(values, state.slots[slot.name])
+    master = () if state.master == () else put([result.master for result in results], state.master)
+    return put([result.param for result in results], params), slots, master
+
+
+def check_donation(params: Any, state: Any) -> None:
+    """Raise ``TypeError`` if a tensor that would be updated in place must not be.
+
+    Refused: under functorch transforms, tensors that need gradients, expanded or shared storage.
+    """
+    if torch.compiler.is_compiling():
+        return
+    advice = "use fused_update(optimizer, donate=False) here"
+    if under_transform():
+        raise TypeError(f"update: donated tensors cannot be updated in place under vmap, grad or jvp; {advice}")
+    owners: dict[int, str] = {}
+    for name, tree in (("params", params), ("slots", state.slots), ("master", state.master)):
+        leaves = tree_leaves(tree)
+        for index, leaf in enumerate(leaves):
+            if not is_float(leaf) or leaf.numel() == 0:
+                continue
+            problem = None
+            if leaf.requires_grad:
+                problem = "needs gradients: detach it first (`functionalize` does)"
+            elif any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+                problem = "is expanded, so that elements share memory: call .contiguous() first"
+            elif leaf.data_ptr() in owners:
+                problem = f"shares memory with `{owners[leaf.data_ptr()]}`: clone one of them"
+            path = f"{name}.{tree_paths(tree)[index]}" if problem else name
+            if problem:
+                raise TypeError(f"update: donated tensor `{path}` {problem}; or {advice}")
+            owners[leaf.data_ptr()] = path
+
+
+def _entry(value: Any, index: int) -> Any:
+    return value[index] if isinstance(value, Tensor) and value.dim() == 1 else value
+
+
+def _real_elements(bucket: Bucket, device: torch.device) -> Tensor:
+    real = set(bucket.real)
+    parts = [torch.full((size,), i in real, dtype=torch.bool, device=device) for i, size in enumerate(bucket.pieces)]
+    return torch.cat(parts).view(-1, ROW)
