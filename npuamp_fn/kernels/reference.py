@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Item, Result, Step, compute_dtype
+from npuamp_fn.kernels.rule import HyperValues, Item, Result, Step, compute_dtype
 
 __all__ = ["run"]
 
@@ -27,7 +26,7 @@ def _run_one(step: Step, item: Item) -> Result:
     hyper = {name: expand(v.double()) if isinstance(v, Tensor) else v for name, v in item.hyper.items()}
     slots = {name: slot.to(dtype) for name, slot in item.slots.items()}
     new, new_slots = step.rule.update(
-        grad, item.weights.to(dtype), slots, expand(item.count), SimpleNamespace(**hyper), item.segments
+        grad, item.weights.to(dtype), slots, expand(item.count), HyperValues(hyper), item.segments
     )
     if item.real is not None:
         new = torch.where(item.real, new, 0.0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "HyperValues",
     "Item",
     "LeafSegments",
     "Result",
@@ -51,6 +52,17 @@ class Rule:
     slots: tuple[Slot, ...] = ()
     whole_leaves: bool = False  # needs each tensor in its own shape, not rows of a flat buffer
     aten: str | None = None  # torch's fused operator for this algorithm
+
+
+class HyperValues:
+    """The hyper-parameters of one step as attributes (what types.SimpleNamespace is, but Dynamo can trace it)."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"rule: no hyper-parameter {name!r}; the optimizer has {list(vars(self))}")
 
 
 class Segments(Protocol):
