@@ -20,9 +20,12 @@ from npuamp_fn.op_tables import APEX_OPS, OpTable
 from npuamp_fn.optim import Optimizer
 from npuamp_fn.policy import O0, O1, O2, O3, Policy, batch_norm_paths
 from npuamp_fn.state_dict import load_state_dict, state_dict
+from npuamp_fn.transforms.accumulate import accumulate
 from npuamp_fn.transforms.cast import cast, cast_like, cast_policy, full_precision
 from npuamp_fn.transforms.fused import explain, fused_update
 from npuamp_fn.transforms.grad import GradFn, grad, grad_and_value
+from npuamp_fn.transforms.reduce import mean_over
+from npuamp_fn.transforms.remat import remat
 from npuamp_fn.transforms.scaling import SupportsLossScaling, scaled_grad, with_loss_scaling
 
 __version__ = "0.1.0"
@@ -48,10 +51,13 @@ __all__ = [
     "ScaledGrads",
     "StaticLossScale",
     "SupportsLossScaling",
+    "accumulate",
     "all_finite",
     "global_norm",
     "grad",
     "grad_and_value",
+    "mean_over",
+    "remat",
     "scaled_grad",
     "tree_where",
     "with_loss_scaling",

@@ -10,7 +10,7 @@ from torch import Tensor
 # functorch's interpreter stack has no public name; these three questions are all that is asked of it.
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009
 
-__all__ = ["is_wrapped", "under_transform", "under_vmap"]
+__all__ = ["is_wrapped", "needs_outer_gradient", "under_transform", "under_vmap"]
 
 
 def under_transform() -> bool:
@@ -41,3 +41,18 @@ def is_wrapped(tensor: Tensor) -> bool:
     False
     """
     return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def needs_outer_gradient(tensor: Tensor) -> bool:
+    """Tell whether gradients flow to a tensor that does not come from the innermost running level.
+
+    Asked inside the forward of an ``autograd.Function``, where gradient mode is off and arguments are unwrapped:
+    there only a tensor from outside says yes.
+
+    >>> needs_outer_gradient(torch.ones(2))
+    False
+    """
+    if not is_wrapped(tensor):
+        return tensor.requires_grad
+    current = _functorch.maybe_current_level()
+    return _functorch.maybe_get_level(tensor) > (0 if current is None else current)

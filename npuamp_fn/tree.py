@@ -7,7 +7,7 @@ insertion order, ``None`` is a leaf, and every class registered with torch is kn
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -25,11 +25,13 @@ else:  # typing has it from Python 3.11
 
 
 __all__ = [
+    "Frame",
     "check_patterns",
     "check_same_structure",
     "is_float",
     "matches",
     "struct",
+    "take_leaves",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -91,8 +93,40 @@ def tree_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
     >>> tree_paths({"layer": [1, {"weight": 2}]})
     ['layer.0', 'layer.1.weight']
     """
-    pairs = torch_pytree.tree_flatten_with_path(tree, is_leaf)[0]
+    try:
+        pairs = torch_pytree.tree_flatten_with_path(tree, is_leaf)[0]
+    except ValueError:  # a class registered without key paths: its children are numbered
+        return [".".join(path) for path in _numbered_paths((), tree, is_leaf)]
     return [".".join(_entry(key) for key in path) for path, _ in pairs]
+
+
+class Frame:
+    """A tree without some of its leaves, to put others in their places; see :func:`take_leaves`."""
+
+    def __init__(self, treedef: Any, leaves: list[Any], taken: list[bool]) -> None:
+        self.treedef, self.leaves, self.taken, self.count = treedef, leaves, taken, sum(taken)
+
+    def put(self, values: Sequence[Any], blank: bool = False) -> Any:
+        """Rebuild the tree around these values; ``blank`` puts ``None`` at the leaves that were not taken."""
+        rest = iter(values)
+        leaves = [
+            next(rest) if taken else (None if blank else leaf)
+            for leaf, taken in zip(self.leaves, self.taken, strict=True)
+        ]
+        return tree_unflatten(self.treedef, leaves)
+
+
+def take_leaves(tree: Any, wanted: Callable[[Any], bool]) -> tuple[list[Any], Frame]:
+    """Take the wanted leaves out of a tree and return them with the frame that is left.
+
+    >>> taken, frame = take_leaves({"w": 1.5, "name": "a"}, lambda leaf: isinstance(leaf, float))
+    >>> taken, frame.put([2.5]), frame.put([2.5], blank=True)
+    ([1.5], {'w': 2.5, 'name': 'a'}, {'w': 2.5, 'name': None})
+    """
+    leaves, treedef = tree_flatten(tree)
+    taken = [wanted(leaf) for leaf in leaves]
+    values = [leaf for leaf, take in zip(leaves, taken, strict=True) if take]
+    return values, Frame(treedef, [None if take else leaf for leaf, take in zip(leaves, taken, strict=True)], taken)
 
 
 def check_same_structure(expected: Any, actual: Any, what: str) -> None:
@@ -219,10 +253,28 @@ def struct_class(cls: Any, static: tuple[str, ...]) -> Any:
 
 def _torch_only(leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> bool:
     # optree does not see classes registered through torch's register_dataclass: they come out as leaves.
-    for leaf in leaves:
-        if leaf is not None and not isinstance(leaf, Tensor) and type(leaf) in torch_pytree.SUPPORTED_NODES:
-            return is_leaf is None or not is_leaf(leaf)
-    return False
+    return any(
+        leaf is not None
+        and not isinstance(leaf, Tensor)
+        and type(leaf) in torch_pytree.SUPPORTED_NODES
+        and (is_leaf is None or not is_leaf(leaf))
+        for leaf in leaves
+    )
+
+
+def _numbered_paths(
+    path: tuple[str, ...], node: Any, is_leaf: Callable[[Any], bool] | None
+) -> Iterator[tuple[str, ...]]:
+    if torch_pytree.tree_is_leaf(node, is_leaf):
+        yield path
+        return
+    handler = torch_pytree.SUPPORTED_NODES[torch_pytree._get_node_type(node)]
+    if handler.flatten_with_keys_fn is not None:
+        children = [(_entry(key), child) for key, child in handler.flatten_with_keys_fn(node)[0]]
+    else:
+        children = [(str(index), child) for index, child in enumerate(handler.flatten_fn(node)[0])]
+    for name, child in children:
+        yield from _numbered_paths((*path, name), child, is_leaf)
 
 
 def _entry(key: Any) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from npuamp_fn.tracing import under_transform, under_vmap
 from npuamp_fn.transforms.function import FunctionTransform
-from npuamp_fn.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
+from npuamp_fn.tree import Frame, take_leaves, tree_leaves, tree_map, tree_paths
 
 __all__ = ["GradFn", "RawGrads", "grad", "grad_and_value"]
 
@@ -22,6 +22,7 @@ class RawGrads(NamedTuple):
     grads: Any
     value: Tensor  # the loss itself, never scaled
     aux: Any  # () if the loss function returns none
+    summed: int = 1  # how many losses the gradients are the sum of
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class GradFn(FunctionTransform):
     def __loss_scaling__(self, scale: Tensor, *args: Any, **kwargs: Any) -> RawGrads:
         """Return the gradients of ``loss.float() * scale``, all of it constant: no graph hangs on it."""
         out = self._differentiate(scale, args, kwargs, graph_free=_at_top_level(args, kwargs))
-        return RawGrads(*(tree_map(_detach, part) for part in out))
+        return RawGrads(*(tree_map(_detach, part) for part in (out.grads, out.value, out.aux)))
 
     def _differentiate(self, scale: Tensor | None, args: Sequence[Any], kwargs: Any, graph_free: bool) -> RawGrads:
         inputs = _Inputs(args, self.argnums)
@@ -64,7 +65,7 @@ class GradFn(FunctionTransform):
 
         def objective(leaves: list[Tensor]) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
             loss, aux = self._loss_and_aux(self.fun(*inputs.join(leaves), **kwargs))
-            tensors, frame = _take_tensors(aux)
+            tensors, frame = take_leaves(aux, torch.is_tensor)
             aux_frame[:] = [frame]
             return (loss if scale is None else _scaled(loss, scale)), (loss, tensors)
 
@@ -134,13 +135,13 @@ class _Inputs:
         self.single = not isinstance(argnums, tuple)
         self.numbers = argnums if isinstance(argnums, tuple) else (argnums,)
         self.leaves: list[Tensor] = []
-        self.frames: list[_Frame] = []
+        self.frames: list[Frame] = []
         for number in self.numbers:
             if not -len(args) <= number < len(args):
                 raise TypeError(
                     f"grad: argnums={number} is out of range: the call has {len(args)} positional arguments"
                 )
-            leaves, frame = _take_tensors(args[number], _is_differentiable)
+            leaves, frame = take_leaves(args[number], _is_differentiable)
             _refuse_under_vmap(args[number], frame, self.args)
             self.leaves += leaves
             self.frames.append(frame)
@@ -165,29 +166,6 @@ class _Inputs:
             trees.append(frame.put(rest[: frame.count], blank=True))
             rest = rest[frame.count :]
         return trees[0] if self.single else tuple(trees)
-
-
-class _Frame:
-    """A tree without some of its tensors, to put others back in their places."""
-
-    def __init__(self, treedef: Any, leaves: list[Any], taken: list[bool]) -> None:
-        self.treedef, self.leaves, self.taken, self.count = treedef, leaves, taken, sum(taken)
-
-    def put(self, tensors: Sequence[Tensor], blank: bool = False) -> Any:
-        """Rebuild the tree around these tensors; ``blank`` puts ``None`` at the other leaves."""
-        rest = iter(tensors)
-        leaves = [
-            next(rest) if taken else (None if blank else leaf)
-            for leaf, taken in zip(self.leaves, self.taken, strict=True)
-        ]
-        return tree_unflatten(self.treedef, leaves)
-
-
-def _take_tensors(tree: Any, wanted: Callable[[Any], bool] = torch.is_tensor) -> tuple[list[Tensor], _Frame]:
-    leaves, treedef = tree_flatten(tree)
-    taken = [wanted(leaf) for leaf in leaves]
-    tensors = [leaf for leaf, take in zip(leaves, taken, strict=True) if take]
-    return tensors, _Frame(treedef, [None if take else leaf for leaf, take in zip(leaves, taken, strict=True)], taken)
 
 
 def _is_differentiable(leaf: Any) -> bool:
@@ -220,7 +198,7 @@ def _at_top_level(args: Sequence[Any], kwargs: Any) -> bool:
     return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
 
 
-def _refuse_under_vmap(tree: Any, frame: _Frame, args: list[Any]) -> None:
+def _refuse_under_vmap(tree: Any, frame: Frame, args: list[Any]) -> None:
     if all(frame.taken) or not under_vmap(tree_leaves(args)):
         return
     index = frame.taken.index(False)

@@ -180,7 +180,7 @@ def _advice(fn: Any) -> str:
 
 
 def _finish(raw: RawGrads, scale: Tensor, reduce: Callable[[Any], Any] | None, defer: bool) -> ScaledGrads:
-    inv_scale = scale.reciprocal()
+    inv_scale = (scale * raw.summed).reciprocal()
     grads = raw.grads
     if reduce is not None:
         grads = reduce(to_float32(grads))
