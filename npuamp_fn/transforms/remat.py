@@ -152,8 +152,8 @@ class _Recompute(torch.autograd.Function):
         return (None, *result)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, tensors = ctx.call, list(ctx.saved_tensors)
+    def jvp(ctx: Any, *grad_inputs: Any) -> tuple[Tensor | None, ...]:
+        call, tensors, tangents = ctx.call, list(ctx.saved_tensors), grad_inputs[1:]
         wanted = [index for index, tangent in enumerate(tangents) if tangent is not None]
 
         def outputs(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -163,9 +163,8 @@ class _Recompute(torch.autograd.Function):
             return call.run(inputs)
 
         with call.same_random_numbers():
-            _, pushed = torch.func.jvp(
-                outputs, tuple(tensors[i] for i in wanted), tuple(t for t in tangents if t is not None)
-            )
+            primals, directions = tuple(tensors[i] for i in wanted), tuple(tangents[i] for i in wanted)
+            pushed = torch.func.jvp(outputs, primals, directions)[1]
         return tuple(out if keep else None for out, keep in zip(pushed, call.differentiable, strict=True))
 
 
