@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as torch_pytree
@@ -74,6 +74,9 @@ class Layout:
 
     def _key(self) -> tuple[Any, ...]:
         return (self.treedef, self.places, self.segments, self.buckets)
+
+    def __reduce__(self) -> Any:
+        return Layout, self._key()  # without the hash: those of strings differ between processes
 
     def __hash__(self) -> int:
         if not self._hash:
@@ -198,14 +201,14 @@ class FlatTree:
 
         Buffers that already fit are returned as they are. A buffer of which only a part is kept is laid out
         anew (one copy); ``flatten(tree, keep=...)`` gives kept tensors a buffer of their own, which avoids that.
+        A pattern that matches nothing is ignored here; policies check theirs over all arguments.
         """
         if dtype is None:
             return self
         kept = [any(matches(segment.path, pattern) for pattern in keep) for segment in self.layout.segments]
         source = self
         if any(len({kept[i] for i in bucket.segments}) > 1 for bucket in self.layout.buckets):
-            source = flatten(self.unflatten(), keep=keep)
-            kept = [any(matches(segment.path, pattern) for pattern in keep) for segment in source.layout.segments]
+            source = self._separate(kept)
         buffers = []
         for bucket, buffer in zip(source.layout.buckets, source.buffers, strict=True):
             if buffer is not None and buffer.dtype in _CASTABLE:
@@ -213,8 +216,38 @@ class FlatTree:
             buffers.append(buffer)
         return FlatTree(tuple(buffers), source.rest, source.layout)
 
+    def _separate(self, kept: Sequence[bool]) -> FlatTree:
+        # The same tensors in the same order, those to keep in buffers of their own, which come last.
+        old = self.layout
+        places = [
+            _Place(s.path, s.shape, s.order, s.dtype, s.size, (s.bucket, own))
+            for s, own in zip(old.segments, kept, strict=True)
+        ]
+        buckets = [(bucket.device, bucket.dtype) for bucket in old.buckets]
+        layout = _lay_out(old.treedef, old.places, places, lambda key: (*buckets[key[0]], key[1]))
+        chunks: list[Any] = [None] * len(old.segments)
+        for bucket, buffer in zip(old.buckets, self.buffers, strict=True):
+            if buffer is not None:
+                padded = [old.segments[index].size + _padding(old.segments[index].size) for index in bucket.segments]
+                for index, chunk in zip(bucket.segments, buffer.split(padded, dim=-1), strict=True):
+                    chunks[index] = chunk
+        buffers = []
+        for bucket in layout.buckets:
+            parts = [chunks[index] for index in bucket.segments]
+            buffers.append(None if parts[0] is None else torch.cat(parts, dim=-1))
+        return FlatTree(tuple(buffers), self.rest, layout)
+
     def map(self, fn: Callable[..., Tensor], *others: FlatTree) -> FlatTree:
-        """Apply ``fn`` to the buffers, together with those of other FlatTrees of the same layout."""
+        """Apply ``fn`` to the buffers, together with those of other FlatTrees of the same layout.
+
+        Raises:
+            ValueError: another layout; the message names the first differing path.
+        """
+        for other in others:
+            if other.layout != self.layout:
+                raise ValueError(
+                    f"FlatTree.map: layouts differ, first at `{_first_difference(self.layout, other.layout)}`"
+                )
         buffers = tuple(
             None if any(b is None for b in group) else fn(*group)
             for group in zip(self.buffers, *(other.buffers for other in others), strict=True)
@@ -236,7 +269,8 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
             flattening would silently untie them.
 
     Raises:
-        ValueError: two leaves are the same tensor and ``tie`` is False, or a pattern matches nothing.
+        ValueError: two leaves are the same tensor and ``tie`` is False, or are different views of the same memory
+            (a weight and its transpose), or a pattern matches nothing.
 
     >>> flatten({"w": torch.ones(3)}, torch.bfloat16).buffers[0].shape
     torch.Size([256])
@@ -247,7 +281,7 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
         check_patterns(keep, paths, "flatten(keep=...)")
     places: list[int] = []
     chosen: list[Tensor] = []
-    described: list[tuple[str, tuple[Any, ...]]] = []  # path and bucket key, per segment
+    described: list[_Place] = []
     rest: list[Any] = []
     seen: dict[Any, int] = {}
     for path, leaf in zip(paths, leaves, strict=True):
@@ -255,45 +289,59 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
             rest.append(leaf)
             places.append(-len(rest))
             continue
-        identity = _identity(leaf)
-        twin = seen.get(identity)
+        address = _address(leaf)
+        twin = seen.get(address)
+        if twin is not None and _view(leaf) != _view(chosen[twin]):
+            raise ValueError(
+                f"flatten: `{described[twin].path}` and `{path}` are different views of the same memory; flattening "
+                "would untie them. Make one from the other inside the function, or .clone() one."
+            )
         if twin is not None and not tie:
             raise ValueError(
-                f"flatten: `{described[twin][0]}` and `{path}` are the same tensor; flattening would untie them. "
+                f"flatten: `{described[twin].path}` and `{path}` are the same tensor; flattening would untie them. "
                 "Drop one of the two names (`functionalize` does), pass flatten(..., tie=True), or .clone() one."
             )
         if twin is None:
             kept = any(matches(path, pattern) for pattern in keep)
             stored = leaf.dtype if kept or dtype is None or leaf.dtype not in _CASTABLE else dtype
-            twin = seen[identity] = len(chosen)
+            twin = seen[address] = len(chosen)
             chosen.append(leaf)
-            described.append((path, (leaf.device, stored, kept)))
+            key = (leaf.device, stored, kept)
+            described.append(_Place(path, tuple(leaf.shape), _memory_order(leaf), leaf.dtype, leaf.numel(), key))
         places.append(twin)
-    layout = _lay_out(tree_structure(tree), places, chosen, described)
+    layout = _lay_out(tree_structure(tree), places, described, lambda key: key)
     buffers = tuple(_concatenate(layout, bucket, chosen, bucket.dtype) for bucket in layout.buckets)
     return FlatTree(buffers, tuple(rest), layout)
+
+
+class _Place(NamedTuple):
+    """A tensor that a layout is to place; tensors of equal key share a bucket."""
+
+    path: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None
+    dtype: torch.dtype
+    size: int
+    key: tuple[Any, ...]
 
 
 def _lay_out(
     treedef: torch_pytree.TreeSpec,
     places: Iterable[int],
-    leaves: Sequence[Tensor],
-    described: Sequence[tuple[str, tuple[Any, ...]]],
+    described: Sequence[_Place],
+    meaning: Callable[[tuple[Any, ...]], tuple[torch.device, torch.dtype, bool]],
 ) -> Layout:
-    segments: list[Any] = [None] * len(leaves)
+    segments: list[Any] = [None] * len(described)
     buckets: list[Bucket] = []
-    keys = list(dict.fromkeys(key for _, key in described))
-    for key in sorted(keys, key=lambda k: k[2]):  # leaves kept in full precision come last
-        device, dtype, _ = key
+    keys = list(dict.fromkeys(place.key for place in described))
+    for key in sorted(keys, key=lambda k: meaning(k)[2]):  # leaves kept in full precision come last
+        device, dtype, _ = meaning(key)
         members, pieces, real, offset = [], [], [], 0
-        for index, (path, own) in enumerate(described):
-            if own != key:
+        for index, place in enumerate(described):
+            if place.key != key:
                 continue
-            leaf = leaves[index]
-            size = leaf.numel()
-            padding = -size % ROW
-            shape = tuple(leaf.shape)
-            segments[index] = Segment(path, shape, _memory_order(leaf), leaf.dtype, len(buckets), offset, size)
+            size, padding = place.size, _padding(place.size)
+            segments[index] = Segment(place.path, place.shape, place.order, place.dtype, len(buckets), offset, size)
             members.append(index)
             real.append(len(pieces))
             pieces += [size, padding] if padding else [size]
@@ -304,15 +352,29 @@ def _lay_out(
 
 def _concatenate(layout: Layout, bucket: Bucket, leaves: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
     parts: list[Tensor] = []
-    for index, piece in zip(bucket.segments, bucket.real, strict=True):
+    for index in bucket.segments:
         segment = layout.segments[index]
         leaf = leaves[index]
         if dtype is not None and leaf.dtype in _CASTABLE:
             leaf = leaf.to(dtype)
         parts.append(segment.pack(leaf))
-        if piece + 1 < len(bucket.pieces) and piece + 1 not in bucket.real:
-            parts.append(parts[-1].new_zeros(bucket.pieces[piece + 1]))
+        padding = _padding(segment.size)
+        if padding:
+            parts.append(parts[-1].new_zeros(padding))
     return torch.cat(parts)
+
+
+def _padding(size: int) -> int:
+    return -size % ROW
+
+
+def _first_difference(a: Layout, b: Layout) -> str:
+    for left, right in zip(a.segments, b.segments, strict=False):
+        if left != right:
+            return left.path
+    longer = max(a.paths, b.paths, key=len)
+    shorter = min(a.paths, b.paths, key=len)
+    return longer[len(shorter)] if len(longer) > len(shorter) else "a leaf that is no float tensor"
 
 
 def _memory_order(leaf: Tensor) -> tuple[int, ...] | None:
@@ -322,11 +384,19 @@ def _memory_order(leaf: Tensor) -> tuple[int, ...] | None:
     return order if leaf.permute(order).is_contiguous() else None
 
 
-def _identity(leaf: Tensor) -> Any:
-    # Equal for two tensor objects over the same elements, as far as that can be known.
-    if torch.compiler.is_compiling() or leaf.numel() == 0 or leaf.device.type == "meta" or is_wrapped(leaf):
+def _address(leaf: Tensor) -> Any:
+    # Where a tensor's elements begin. Some have no address that could be asked for (traced, fake and distributed
+    # tensors), or one that says nothing (empty, expanded): then it is the object itself.
+    if torch.compiler.is_compiling() or type(leaf) not in (Tensor, torch.nn.Parameter) or is_wrapped(leaf):
         return id(leaf)
-    return (leaf.device, leaf.dtype, leaf.data_ptr(), tuple(leaf.shape), leaf.stride())
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
+    if expanded or leaf.numel() == 0 or leaf.device.type == "meta":
+        return id(leaf)
+    return (leaf.device, leaf.data_ptr())
+
+
+def _view(leaf: Tensor) -> tuple[Any, ...]:
+    return (leaf.dtype, tuple(leaf.shape), leaf.stride())
 
 
 def _describe(leaf: Any) -> str:

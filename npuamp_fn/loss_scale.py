@@ -8,7 +8,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from npuamp_fn.tree import check_same_structure, is_float, struct, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from npuamp_fn.tree import (
+    check_same_structure,
+    is_float,
+    struct,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_unflatten,
+)
 
 __all__ = [
     "DynamicLossScale",
@@ -70,9 +79,9 @@ class StaticLossScale:
         """Make a constant loss scale; powers of two scale and unscale exactly.
 
         Raises:
-            ValueError: ``value`` is not a positive finite number.
+            ValueError: ``value`` is not positive, or float32 cannot hold it and its reciprocal.
         """
-        _check_number("StaticLossScale", "value", value, low=0.0)
+        _check_scale("StaticLossScale", "value", value)
         return cls(torch.tensor(float(value), dtype=torch.float32, device=device))
 
     def scale(self, x: Any) -> Any:
@@ -146,9 +155,9 @@ class DynamicLossScale:
             ValueError: a number is out of its range.
         """
         name = "DynamicLossScale"
-        _check_number(name, "min_scale", min_scale, low=0.0)
-        _check_number(name, "max_scale", max_scale, low=0.0)
-        _check_number(name, "init_scale", init_scale, low=0.0)
+        _check_scale(name, "min_scale", min_scale)
+        _check_scale(name, "max_scale", max_scale)
+        _check_scale(name, "init_scale", init_scale)
         _check_number(name, "growth_factor", growth_factor, low=1.0)
         _check_number(name, "backoff_factor", backoff_factor, low=0.0, high=1.0)
         if not min_scale <= init_scale <= max_scale:
@@ -234,8 +243,7 @@ def all_finite(tree: Any, factor: Tensor | None = None) -> Tensor:
     """
     extremes = []
     for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.is_complex():
-            leaf = torch.view_as_real(leaf)
+        leaf = _as_real(leaf)
         if is_float(leaf) and leaf.numel() > 0:
             low, high = torch.aminmax(leaf)  # one read, NaN is passed on
             extremes += [low, high] if leaf.dtype == torch.float64 else [low.float(), high.float()]
@@ -252,25 +260,32 @@ def tree_where(pred: Tensor, a: Any, b: Any) -> Any:
     Args:
         pred: shape [], bool.
         a: The result where ``pred`` holds.
-        b: The result elsewhere; dtypes must equal those of ``a``. Leaves that are not tensors come from here.
+        b: The result elsewhere. Leaves that are not tensors come from here.
 
     Raises:
-        ValueError: structures differ; the message names the first differing path.
+        ValueError: structures, shapes or dtypes differ; the message names the first differing path.
 
     >>> tree_where(torch.tensor(False), {"x": torch.ones(1)}, {"x": torch.zeros(1)})
     {'x': tensor([0.])}
     """
     check_same_structure(b, a, "tree_where")
     leaves, treedef = tree_flatten(b)
+    others = tree_leaves(a)
+    for index, (new, old) in enumerate(zip(others, leaves, strict=True)):
+        if _kind(new) != _kind(old):
+            raise ValueError(
+                f"tree_where: leaf `{tree_paths(b)[index]}`: expected {_describe(old)} in both trees, found "
+                f"{_describe(new)} in the first; a select would change the state's shape or dtype"
+            )
     chosen = [
-        torch.where(pred.to(old.device), new, old) if isinstance(old, Tensor) and isinstance(new, Tensor) else old
-        for new, old in zip(tree_leaves(a), leaves, strict=True)
+        torch.where(pred.to(old.device), new, old) if isinstance(old, Tensor) else old
+        for new, old in zip(others, leaves, strict=True)
     ]
     return tree_unflatten(treedef, chosen)
 
 
 def global_norm(tree: Any) -> Tensor:
-    """Return the Euclidean norm of all float leaves together: shape [], float32; no host synchronisation.
+    """Return the Euclidean norm of all float (and complex) leaves together: shape [], float32; no host synchronisation.
 
     Large leaves are summed in rows first: one float32 sum over millions of elements is off by 0.1 %.
 
@@ -279,6 +294,7 @@ def global_norm(tree: Any) -> Tensor:
     """
     norms = []
     for leaf in tree_leaves(tree):
+        leaf = _as_real(leaf)
         if is_float(leaf) and leaf.numel() > 0:
             rows = leaf.reshape(-1, 256) if leaf.numel() % 256 == 0 else leaf.reshape(-1)
             norms.append(torch.linalg.vector_norm(rows.float(), dim=-1).double().square().sum())
@@ -295,11 +311,36 @@ def to_float32(tree: Any) -> Any:
 
 
 def _multiply(tree: Any, factor: Tensor) -> Any:
-    return tree_map(lambda x: x * factor.to(x.device) if is_float(x) else x, to_float32(tree))
+    return tree_map(lambda x: x * factor.to(x.device) if is_float(x) or _is_complex(x) else x, to_float32(tree))
+
+
+def _is_complex(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_complex()
+
+
+def _as_real(leaf: Any) -> Any:
+    return torch.view_as_real(leaf.resolve_conj()) if _is_complex(leaf) else leaf
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
+
+
+def _describe(leaf: Any) -> str:
+    return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _device(tree: Any) -> torch.device | None:
     return next((leaf.device for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)), None)
+
+
+def _check_scale(owner: str, name: str, value: Any) -> None:
+    _check_number(owner, name, value, low=0.0)
+    if not 2.0**-126 <= value <= 2.0**126:
+        raise ValueError(
+            f"{owner}: {name}: expected a number from 2**-126 to 2**126, so that it and its reciprocal fit float32, "
+            f"found {value!r}"
+        )
 
 
 def _check_number(owner: str, name: str, value: Any, low: float, high: float = math.inf) -> None:

@@ -43,15 +43,25 @@ class Apply:
     module: nn.Module
 
     def __call__(self, params: Any, buffers: Any, *args: Any, **kwargs: Any) -> tuple[Any, Buffers]:
-        """Run the module; buffers are cloned, and what it made of them is returned."""
-        own = Buffers((name, value.clone()) for name, value in buffers.items())
+        """Run the module; buffers are cloned, and what it made of them is returned.
+
+        Raises:
+            ValueError: ``params`` or ``buffers`` lack a name, or have one too many: the module's own tensors are
+                never used in silence.
+            RuntimeError: the module updates unbatched buffers under vmap; the message gives three ways out.
+        """
+        tensors = {**params, **{name: value.clone() for name, value in buffers.items()}}
         try:
-            output = torch.func.functional_call(self.module, {**params, **own}, args, kwargs)
+            output = torch.func.functional_call(self.module, tensors, args, kwargs, strict=True)
         except RuntimeError as error:
-            if "vmap" in str(error) and "in-place" in str(error):
+            text = str(error)
+            if "vmap" in text and ("in-place" in text or "in place" in text):
                 raise RuntimeError(_VMAP_ADVICE) from error
+            if text.startswith("Error(s) in reparametrizing"):
+                raise ValueError(_names_advice(self.module, params, buffers)) from error
             raise
-        return output, own
+        # functional_call puts what the module assigned to its attributes back into the dictionary.
+        return output, Buffers((name, tensors[name]) for name in buffers)
 
 
 _VMAP_ADVICE = (
@@ -59,6 +69,16 @@ _VMAP_ADVICE = (
     "running statistics, usually). Give each member its own buffers (vmap with in_dims=0 for `buffers`), or run the "
     "module in .eval(), or call torch.func.replace_all_batch_norm_modules_(module) before functionalize."
 )
+
+
+def _names_advice(module: nn.Module, params: Any, buffers: Any) -> str:
+    own = functionalize(module)
+    problems = []
+    for what, expected, given in (("params", own.params, params), ("buffers", own.buffers, buffers)):
+        problems += [f"{what} lack `{name}`" for name in expected if name not in given]
+        problems += [f"{what} have an unexpected `{name}`" for name in given if name not in expected]
+    advice = "pass all that functionalize returned; merge parts first: {**frozen, **trained}"
+    return f"apply: {'; '.join(problems)}: {advice}"
 
 
 class Functionalized(NamedTuple):

@@ -32,7 +32,8 @@ class Policy:
         keep: Dotted-path patterns inside each argument (``*`` is any text) that stay full precision.
 
     Raises:
-        TypeError: a dtype is not float32, float16, bfloat16 or ``None``.
+        TypeError: a dtype is not float32, float16, bfloat16 or ``None``, or ``keep`` is not a tuple of strings.
+        ValueError: a pattern of ``keep`` could not be read back from the policy's string.
 
     Source: Micikevicius et al., Mixed Precision Training, 2018; the levels are those of apex.amp.
 
@@ -62,6 +63,16 @@ class Policy:
                 f"write keep=({self.keep!r},)"
             )
         object.__setattr__(self, "keep", tuple(self.keep))
+        for pattern in self.keep:
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    f"Policy(keep=...): expected patterns, found {pattern!r} of type {type(pattern).__name__}"
+                )
+            if not pattern or pattern != pattern.strip() or "," in pattern or "|" in pattern:
+                raise ValueError(
+                    f"Policy(keep=...): found {pattern!r}: a pattern is not empty and has no comma, no | and no space "
+                    "around it (they separate patterns in a policy's string); write * for such a character"
+                )
 
     def replace(self, **changes: Any) -> Policy:
         """Return a copy with some fields changed.
@@ -105,11 +116,14 @@ class Policy:
         Dtypes may be written short (f32, f16, bf16); patterns of ``keep`` are separated by ``|``; tables by name.
 
         Raises:
+            TypeError: not a string.
             ValueError: an unknown key, dtype or table; the message lists the known ones.
 
         >>> Policy.parse("compute=f16, keep=*.norm.*|head.*").keep
         ('*.norm.*', 'head.*')
         """
+        if not isinstance(text, str):
+            raise TypeError(f"Policy.parse: expected a string, found {text!r} of type {type(text).__name__}")
         values: dict[str, Any] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -123,7 +137,7 @@ class Policy:
             elif key == "ops":
                 values[key] = table_named(value)
             elif key == "keep":
-                values[key] = tuple(value.split("|"))
+                values[key] = tuple(pattern.strip() for pattern in value.split("|"))
             else:
                 known = "params, compute, output, ops, keep"
                 raise ValueError(f"Policy.parse({text!r}): unknown key {key!r}; known: {known}")

@@ -48,18 +48,24 @@ def load_state_dict(template: Any, state_dict: Mapping[str, Tensor]) -> Any:
         A new tree: structure, static fields, devices and layouts of the template, values of the state dict.
 
     Raises:
+        TypeError: the second argument is not a dictionary.
         ValueError: entries are missing, unexpected, or of another shape or dtype; all are listed.
 
     >>> load_state_dict({"w": torch.zeros(2)}, {"w": torch.ones(2)})
     {'w': tensor([1., 1.])}
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"load_state_dict: expected a dictionary of tensors as second argument, found {type(state_dict).__name__}; "
+            "the order is load_state_dict(template, state_dict)"
+        )
     expected = dict(_named(template))
     problems = [f"missing `{path}`" for path in expected if path not in state_dict]
     problems += [f"unexpected `{path}`" for path in state_dict if path not in expected]
     for path, leaf in expected.items():
-        value = state_dict.get(path)
-        if value is None:
+        if path not in state_dict:
             continue
+        value = state_dict[path]
         if not isinstance(value, Tensor):
             problems.append(f"`{path}`: expected a tensor, found {type(value).__name__}")
         elif value.shape != leaf.shape or value.dtype != leaf.dtype:

@@ -141,6 +141,8 @@ class _Inputs:
                 raise TypeError(
                     f"grad: argnums={number} is out of range: the call has {len(args)} positional arguments"
                 )
+            if [n % len(args) for n in self.numbers].count(number % len(args)) > 1:
+                raise TypeError(f"grad: argnums={argnums} name an argument twice; the call has {len(args)}")
             leaves, frame = take_leaves(args[number], _is_differentiable)
             _refuse_under_vmap(args[number], frame, self.args)
             self.leaves += leaves
@@ -193,9 +195,10 @@ def _autograd(objective: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[
 
 
 def _at_top_level(args: Sequence[Any], kwargs: Any) -> bool:
-    if under_transform():
+    if under_transform() or torch.is_inference_mode_enabled():  # plain autograd records nothing in inference mode
         return False
-    return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return not any(tensor.requires_grad or tensor.is_inference() for tensor in tensors)
 
 
 def _refuse_under_vmap(tree: Any, frame: Frame, args: list[Any]) -> None:

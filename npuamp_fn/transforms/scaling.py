@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -32,7 +33,7 @@ class SupportsLossScaling(Protocol):
     """
 
     def __loss_scaling__(self, scale: Tensor, *args: Any, **kwargs: Any) -> RawGrads:
-        """Return gradients of ``loss.float() * scale``, the unscaled loss, and aux."""
+        """Return a tuple: gradients of ``loss.float() * scale``, the unscaled loss, and aux, () if there is none."""
         ...
 
 
@@ -63,7 +64,7 @@ class LossScaledFn:
                 f"with_loss_scaling: expected a loss scale as first argument, found {type(loss_scale).__name__}; write "
                 "grad_fn(DynamicLossScale.create(), params, ...)"
             )
-        raw = self.grad_fn.__loss_scaling__(loss_scale.value, *args, **kwargs)
+        raw = RawGrads(*self.grad_fn.__loss_scaling__(loss_scale.value, *args, **kwargs))
         out = _finish(raw, loss_scale.value, self.reduce, self.defer_unscale)
         return out._replace(loss_scale=loss_scale.adjust(out.finite))
 
@@ -76,7 +77,14 @@ class ScaledGradFn:
 
     def __call__(self, scale: float | Tensor, *args: Any, **kwargs: Any) -> ScaledGrads:
         """Differentiate ``loss * scale`` at these arguments and unscale the gradients."""
-        value = scale if isinstance(scale, Tensor) else torch.tensor(float(scale), dtype=torch.float32)
+        if not isinstance(scale, Tensor):
+            scale = torch.tensor(_positive(scale), dtype=torch.float32)
+        elif scale.dim() != 0 or not scale.is_floating_point():
+            raise TypeError(
+                f"scaled_grad: scale: expected a float tensor of shape (), found {scale.dtype} of shape "
+                f"{tuple(scale.shape)}; for one scale per member write vmap(scaled_grad(loss_fn), in_dims=(0, ...))"
+            )
+        value = scale.float()
         out = _finish(self.grad_fn.__loss_scaling__(value, *args, **kwargs), value, None, False)
         return out._replace(loss_scale=scale)
 
@@ -123,7 +131,12 @@ def scaled_grad(fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
 
     Returns:
-        A function of ``scale`` (a number or 0-dim tensor), which it hands back as ``ScaledGrads.loss_scale``.
+        A function of ``scale`` (a number or 0-dim tensor), which it hands back as ``ScaledGrads.loss_scale``, a
+        tensor.
+
+    Raises:
+        TypeError: at the call: ``scale`` is neither a number nor a 0-dim float tensor, or the loss is float16.
+        ValueError: at the call: ``scale`` is a number that is not positive and finite.
 
     >>> scaled_grad(lambda x: x * x)(2.0**10, torch.tensor(3.0)).grads
     tensor(6.)
@@ -150,6 +163,17 @@ def as_grad_fn(fn: Any) -> SupportsLossScaling:
         fun, argnums, has_aux = (cells[name].cell_contents for name in ("func", "argnums", "has_aux"))
         return GradFn(fun, argnums, has_aux, with_value)
     raise TypeError(_advice(fn))
+
+
+def _positive(scale: Any) -> float:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(
+            f"scaled_grad: scale: expected a number or a 0-dim tensor as first argument, found {type(scale).__name__}; "
+            "write scaled_grad(loss_fn)(2.0**15, params, ...)"
+        )
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scaled_grad: scale: expected a positive finite number, found {scale!r}")
+    return float(scale)
 
 
 def _torch_grads() -> dict[Any, bool]:
