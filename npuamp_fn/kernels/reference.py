@@ -28,8 +28,10 @@ def _run_one(step: Step, item: Item) -> Result:
     new, new_slots = step.rule.update(
         grad, item.weights.to(dtype), slots, expand(item.count), HyperValues(hyper), item.segments
     )
+    per_tensor = {slot.name for slot in step.rule.slots if slot.per == "tensor"}
     if item.real is not None:
         new = torch.where(item.real, new, 0.0)
+        new_slots = {n: s if n in per_tensor else torch.where(item.real, s, 0.0) for n, s in new_slots.items()}
 
     def keep(value: Tensor, old: Tensor, spread: Callable[[Tensor], Tensor] = expand) -> Tensor:
         value = value.to(old.dtype)
@@ -37,7 +39,6 @@ def _run_one(step: Step, item: Item) -> Result:
             value = torch.where(spread(item.finite), value, old)
         return old.copy_(value) if step.donate else value
 
-    per_tensor = {slot.name for slot in step.rule.slots if slot.per == "tensor"}
     kept_slots = {
         name: keep(value, item.slots[name], (lambda flag: flag) if name in per_tensor else expand)
         for name, value in new_slots.items()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ __all__ = [
     "Slot",
     "Step",
     "add_scaled",
+    "addcdiv",
     "addcmul",
     "coefficient",
     "compute_dtype",
@@ -33,7 +35,7 @@ class Slot(NamedTuple):
     """One tensor of state per parameter."""
 
     name: str
-    start: float = 0.0
+    start: float | Literal["param"] = 0.0  # a number, or a copy of the parameter
     per: Literal["element", "tensor"] = "element"  # like the parameter, or one value per tensor
 
 
@@ -44,7 +46,8 @@ class Rule:
     Everything arrives in the compute dtype (float32; float64 for float64 parameters). ``count`` is the number of
     this step, from 1: an integer tensor of shape [], or one that broadcasts against the rows of a flat buffer.
     ``hyper`` has the hyper-parameters as attributes: Python numbers, or float64 tensors that broadcast likewise; use
-    :func:`coefficient`, :func:`lerp`, :func:`addcmul` to combine them with elements. ``seg`` gives whole-tensor sums.
+    :func:`coefficient`, :func:`lerp`, :func:`addcmul`, :func:`addcdiv` to combine them with elements. ``seg`` gives
+    whole-tensor sums. Slots of one value per tensor arrive as ``seg.sum`` gives them.
     """
 
     name: str
@@ -65,50 +68,84 @@ class HyperValues:
         raise AttributeError(f"rule: no hyper-parameter {name!r}; the optimizer has {list(vars(self))}")
 
 
+Per: TypeAlias = Literal["tensor", "row"]
+
+
 class Segments(Protocol):
     """What a rule may ask about whole tensors, whatever they are stored in."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over each tensor."""
+    def sum(self, x: Tensor, per: Per = "tensor") -> Tensor:
+        """Return the sum over each tensor, or over each row (index of the first dimension, like an output channel)."""
         ...
 
     def expand(self, value: Tensor) -> Tensor:
         """Return per-tensor values in a shape that broadcasts against the elements."""
         ...
 
+    def per_tensor(self, value: Any) -> Any:
+        """Return what broadcasts against the elements (count, a hyper-parameter) as per-tensor values; undo expand."""
+        ...
+
 
 class LeafSegments:
     """One tensor in its own shape."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all elements: shape []."""
+    def sum(self, x: Tensor, per: Per = "tensor") -> Tensor:
+        """Return the sum of all elements: shape []; or of each row: shape [n, 1, ...]. A vector is one row."""
+        if per == "row" and x.dim() > 1:
+            return x.sum(dim=tuple(range(1, x.dim())), keepdim=True)
         return x.sum()
 
     def expand(self, value: Tensor) -> Tensor:
         """Return the value: shape [] broadcasts by itself."""
         return value
 
+    def per_tensor(self, value: Any) -> Any:
+        """Return the value: it is one per tensor already."""
+        return value
+
 
 class RowSegments:
     """Tensors stored as rows of a flat buffer: elements have shape [rows, ROW]."""
 
-    def __init__(self, rows_per_tensor: Sequence[int], device: torch.device) -> None:
+    def __init__(self, rows_per_tensor: Sequence[int], device: torch.device, real: Tensor | None = None) -> None:
         self._rows = list(rows_per_tensor)
         self._device = device
+        self._real = real
+        self._index: Tensor | None = None  # made when first asked for: element-wise rules never ask
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over each tensor: shape [tensors]; padding must be zero."""
-        start = torch.zeros(len(self._rows), dtype=x.dtype, device=x.device)
-        return start.index_add(0, self._tensor_of_row(), x.sum(dim=1))
+    def sum(self, x: Tensor, per: Per = "tensor") -> Tensor:
+        """Return the sum over each tensor: shape [tensors]; rows are summed in ``x.dtype``, tensors in float64."""
+        if per == "row":
+            raise ValueError("rule: sums per row need tensors in their own shape: make it Rule(..., whole_leaves=True)")
+        if self._real is not None:
+            x = torch.where(self._real, x, 0.0)
+        start = torch.zeros(len(self._rows), dtype=torch.float64, device=x.device)
+        return start.index_add(0, self._tensor_of_row(), x.sum(dim=1).double()).to(x.dtype)
 
     def expand(self, value: Tensor) -> Tensor:
         """Return values of shape [tensors] as a column of shape [rows, 1]; shape [] stays."""
         return value if value.dim() == 0 else value.index_select(0, self._tensor_of_row()).unsqueeze(1)
 
+    def per_tensor(self, value: Any) -> Any:
+        """Return a column of shape [rows, 1] as values of shape [tensors]; numbers and shape [] stay.
+
+        An empty tensor has no row: it gets a neighbour's value, or 0 if there is no row at all.
+        """
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        last = value.shape[0] - 1
+        if last < 0:
+            return torch.zeros(len(self._rows), dtype=value.dtype, device=value.device)
+        firsts = [min(first, last) for first in accumulate([0, *self._rows[:-1]])]
+        return value.squeeze(1).index_select(0, torch.tensor(firsts, device=value.device))
+
     def _tensor_of_row(self) -> Tensor:
-        index = torch.arange(len(self._rows), device=self._device)
-        counts = torch.tensor(self._rows, device=self._device)
-        return index.repeat_interleave(counts, output_size=sum(self._rows))
+        if self._index is None:
+            index = torch.arange(len(self._rows), device=self._device)
+            counts = torch.tensor(self._rows, device=self._device)
+            self._index = index.repeat_interleave(counts, output_size=sum(self._rows))
+        return self._index
 
 
 @dataclass(frozen=True)
@@ -194,3 +231,10 @@ def addcmul(start: Tensor, a: Tensor, b: Tensor, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return start + coefficient(value, start) * a * b
     return torch.addcmul(start, a, b, value=value)
+
+
+def addcdiv(start: Tensor, a: Tensor, b: Tensor, value: Any = 1) -> Tensor:
+    """Return ``start + value * a / b``."""
+    if isinstance(value, Tensor):
+        return start + coefficient(value, start) * a / b
+    return torch.addcdiv(start, a, b, value=value)

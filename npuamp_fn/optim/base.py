@@ -11,7 +11,7 @@ from torch import Tensor
 
 from npuamp_fn import kernels
 from npuamp_fn.flat import FlatTree
-from npuamp_fn.kernels.rule import Item, Rule, Step, compute_dtype
+from npuamp_fn.kernels.rule import Item, Rule, Slot, Step, compute_dtype
 from npuamp_fn.loss_scale import ScaledGrads
 from npuamp_fn.optim.items import check_donation, flat_items, leaf_items, put_flat, put_leaves
 from npuamp_fn.tree import check_same_structure, is_float, tree_flatten, tree_map, tree_paths
@@ -32,7 +32,7 @@ class Hyper(Mapping[str, Any]):
     """
 
     def __init__(self, **values: Any) -> None:
-        self._values = dict(values)
+        self._values = {name: _plain(value) for name, value in values.items()}
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -95,13 +95,15 @@ class Optimizer:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
 
-    def init(self, params: Any, master: Any = None) -> OptimizerState:
+    def init(self, params: Any, master: Any = None, *, count_per_tensor: bool = False) -> OptimizerState:
         """Return the state before the first step.
 
         Args:
             params: A FlatTree or any pytree; leaves that are not floating point get no state.
             master: With master weights: the full-precision parameters, if there are any. Without it the masters
                 start from the half ones.
+            count_per_tensor: Keep one step count per float leaf (per tensor of a FlatTree) instead of one for all,
+                so that bias corrections stay right where some tensors skip steps or join late.
 
         Raises:
             TypeError: a parameter is complex, or ``master`` was given without master weights.
@@ -112,10 +114,14 @@ class Optimizer:
             raise TypeError(
                 "init: `master` needs an optimizer with master weights; write with_master_weights(optimizer)"
             )
-        slots = {slot.name: self._start(params, slot.start, slot.per == "tensor") for slot in self.rule.slots}
-        device = next((leaf.device for leaf in tree_flatten(params)[0] if isinstance(leaf, Tensor)), None)
-        count = torch.zeros((), dtype=torch.int32, device=device)
-        return OptimizerState(count, slots, self._masters(params, master) if self.master_weights else ())
+        masters = self._masters(params, master) if self.master_weights else ()
+        full = params if master is None else master
+        slots = {slot.name: _start(slot, full) for slot in self.rule.slots}
+        leaves = [leaf for leaf in tree_flatten(params)[0] if isinstance(leaf, Tensor)]
+        tensors = len(params.layout.segments) if isinstance(params, FlatTree) else sum(map(is_float, leaves))
+        shape = (tensors,) if count_per_tensor else ()
+        count = torch.zeros(shape, dtype=torch.int32, device=leaves[0].device if leaves else None)
+        return OptimizerState(count, slots, masters)
 
     def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
         """Apply one step; pure unless ``donate``.
@@ -143,6 +149,11 @@ class Optimizer:
                 "update(grads, state, params)"
             )
         _check_gradients(grads, params)
+        if finite is not None and finite.dim() > state.count.dim():
+            raise ValueError(
+                f"update: finite has shape {tuple(finite.shape)} but the state has one step count for all tensors; "
+                "make it with optimizer.init(params, count_per_tensor=True)"
+            )
         if self.donate:
             check_donation(params, state)
         for transform in self.transforms:
@@ -168,23 +179,6 @@ class Optimizer:
         collect = flat_items if isinstance(params, FlatTree) else leaf_items
         return collect(self.rule, hyper, state.count + 1, finite, grads, params, state)
 
-    def _start(self, params: Any, value: float, per_tensor: bool) -> Any:
-        def full(leaf: Any) -> Any:
-            if not is_float(leaf):
-                return None
-            dtype = compute_dtype(leaf.dtype)
-            if per_tensor:
-                return torch.full((), value, dtype=dtype, device=leaf.device)
-            return torch.full_like(leaf, value, dtype=dtype, requires_grad=False)
-
-        if not isinstance(params, FlatTree):
-            return tree_map(full, params)
-        if per_tensor:
-            buckets = zip(params.layout.buckets, params.buffers, strict=True)
-            sizes = [(len(bucket.segments), buffer) for bucket, buffer in buckets if buffer is not None]
-            return tuple(torch.full((n,), value, dtype=compute_dtype(b.dtype), device=b.device) for n, b in sizes)
-        return _without_rest(params.map(full))
-
     def _masters(self, params: Any, master: Any) -> Any:
         source = params if master is None else master
         _check_gradients(source, params, "init(master=...)")
@@ -196,6 +190,32 @@ class Optimizer:
             buffers = tuple(copy(p, m) for p, m in zip(params.buffers, source.buffers, strict=True))
             return _without_rest(FlatTree(buffers, params.rest, params.layout))
         return tree_map(copy, params, source)
+
+
+def _plain(value: Any) -> Any:
+    # NumPy's scalars are numbers too, but torch's operators take Python's only.
+    is_scalar = hasattr(value, "item") and not isinstance(value, Tensor)
+    return value.item() if is_scalar else value
+
+
+def _start(slot: Slot, params: Any) -> Any:
+    def full(leaf: Any) -> Any:
+        if not is_float(leaf):
+            return None
+        dtype = compute_dtype(leaf.dtype)
+        if slot.start == "param":
+            return leaf.detach().to(dtype, copy=True)
+        if slot.per == "tensor":
+            return torch.full((), slot.start, dtype=dtype, device=leaf.device)
+        return torch.full_like(leaf, slot.start, dtype=dtype, requires_grad=False)
+
+    if not isinstance(params, FlatTree):
+        return tree_map(full, params)
+    if slot.per == "tensor":
+        buckets = zip(params.layout.buckets, params.buffers, strict=True)
+        pairs = [(len(bucket.segments), full(buffer.new_empty(()))) for bucket, buffer in buckets if buffer is not None]
+        return tuple(value.repeat(tensors) for tensors, value in pairs)
+    return _without_rest(params.map(full))
 
 
 def _without_rest(flat: FlatTree) -> FlatTree:

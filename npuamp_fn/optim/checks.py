@@ -31,3 +31,15 @@ def check_fraction(optimizer: str, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, Tensor) and not callable(value) and not 0 <= value < 1:
             raise ValueError(f"{optimizer}: {name}: expected a number in [0, 1), found {value!r}")
+
+
+def check_closed_fraction(optimizer: str, **values: Any) -> None:
+    """Raise ``ValueError`` for a number outside [0, 1], both ends allowed.
+
+    >>> check_closed_fraction("rmsprop", alpha=1.5)
+    Traceback (most recent call last):
+    ValueError: rmsprop: alpha: expected a number in [0, 1], found 1.5
+    """
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and not callable(value) and not 0 <= value <= 1:
+            raise ValueError(f"{optimizer}: {name}: expected a number in [0, 1], found {value!r}")

@@ -63,15 +63,19 @@ def put_leaves(rule: Rule, results: Sequence[Result], params: Any, state: Any) -
 def flat_items(
     rule: Rule, hyper: dict[str, Any], count: Tensor, finite: Tensor | None, grads: Any, params: FlatTree, state: Any
 ) -> list[Item]:
-    """Return one item per buffer, seen as rows of ROW elements."""
-    items = []
-    for index, (bucket, buffer) in enumerate(zip(params.layout.buckets, params.buffers, strict=True)):
-        if buffer is None or not is_float(buffer):
-            continue
+    """Return one item per buffer, seen as rows of ROW elements; one per tensor for a rule of whole leaves."""
+    buffers = [buffer for buffer in params.buffers if buffer is not None]
+    if len(buffers) != len(params.buffers):
+        raise ValueError("update: expected parameters with all their buffers, found a FlatTree that lacks some")
+    for buffer in buffers:
         if buffer.dim() != 1:
             raise ValueError(
                 f"update: the parameters have {buffer.dim() - 1} leading batch dimensions; write vmap(optimizer.update)"
             )
+    if rule.whole_leaves:
+        return _whole_leaf_items(rule, hyper, count, finite, grads, params, state)
+    items = []
+    for index, (bucket, buffer) in enumerate(zip(params.layout.buckets, buffers, strict=True)):
 
         def rows(tree: Any, index: int = index) -> Tensor:
             return tree.buffers[index].view(-1, ROW)
@@ -86,6 +90,7 @@ def flat_items(
             for slot in rule.slots
         }
         sizes = [params.layout.segments[i].size for i in bucket.segments]
+        real = None if present(hyper.get("eps", 1)) else _real_elements(bucket, buffer.device)
         items.append(
             Item(
                 path=", ".join(params.layout.segments[i].path for i in bucket.segments[:3]),
@@ -96,8 +101,8 @@ def flat_items(
                 count=own(count),
                 hyper={name: own(value) for name, value in hyper.items()},
                 finite=own(finite),
-                segments=RowSegments([-(-size // ROW) for size in sizes], buffer.device),
-                real=None if present(hyper.get("eps", 1)) else _real_elements(bucket, buffer.device),
+                segments=RowSegments([-(-size // ROW) for size in sizes], buffer.device, real),
+                real=real,
             )
         )
     return items
@@ -105,19 +110,79 @@ def flat_items(
 
 def put_flat(rule: Rule, results: Sequence[Result], params: FlatTree, state: Any) -> tuple[Any, dict[str, Any], Any]:
     """Return params, slots and masters with the results as their buffers."""
-
-    def put(values: Sequence[Tensor | None], like: FlatTree) -> FlatTree:
-        rest = iter(values)
-        fresh = [None if buffer is None else next(rest) for buffer in params.buffers]
-        buffers = tuple(None if rows is None else rows.view(-1) for rows in fresh)
-        return FlatTree(buffers, like.rest, like.layout)
-
+    join = _join_leaves if rule.whole_leaves else _join_rows
     slots = {}
     for slot in rule.slots:
         values = [result.slots[slot.name] for result in results]
-        slots[slot.name] = tuple(values) if slot.per == "tensor" else put(values, state.slots[slot.name])
-    master = () if state.master == () else put([result.master for result in results], state.master)
-    return put([result.param for result in results], params), slots, master
+        if slot.per == "element":
+            slots[slot.name] = join(values, state.slots[slot.name])
+        elif rule.whole_leaves:
+            buckets = params.layout.buckets
+            slots[slot.name] = tuple(torch.stack([values[i] for i in bucket.segments]) for bucket in buckets)
+        else:
+            slots[slot.name] = tuple(values)
+    master = () if state.master == () else join([result.master for result in results], state.master)
+    return join([result.param for result in results], params), slots, master
+
+
+def _join_rows(values: Sequence[Tensor | None], like: FlatTree) -> FlatTree:
+    buffers = tuple(None if rows is None else rows.view(-1) for rows in values)
+    return FlatTree(buffers, like.rest, like.layout)
+
+
+def _whole_leaf_items(
+    rule: Rule, hyper: dict[str, Any], count: Tensor, finite: Tensor | None, grads: Any, params: FlatTree, state: Any
+) -> list[Item]:
+    layout = params.layout
+
+    def views(flat: FlatTree) -> list[Any]:
+        pieces: list[Any] = [None] * len(layout.segments)
+        for bucket, buffer in zip(layout.buckets, flat.buffers, strict=True):
+            split = () if buffer is None else buffer.split(bucket.pieces)
+            for i, piece in zip(bucket.segments, bucket.real if split else (), strict=bool(split)):
+                pieces[i] = layout.segments[i].unpack(split[piece])
+        return pieces
+
+    def entries(values: tuple[Tensor, ...]) -> list[Any]:
+        pieces: list[Any] = [None] * len(layout.segments)
+        for bucket, vector in zip(layout.buckets, values, strict=True):
+            for i, entry in zip(bucket.segments, vector.unbind(0), strict=True):
+                pieces[i] = entry
+        return pieces
+
+    slots = {slot.name: (entries if slot.per == "tensor" else views)(state.slots[slot.name]) for slot in rule.slots}
+    gradients, weights = views(grads), views(params)
+    masters = views(state.master) if state.master != () else [None] * len(weights)
+    return [
+        Item(
+            path=segment.path,
+            grad=gradients[i],
+            param=weights[i],
+            slots={name: values[i] for name, values in slots.items()},
+            master=masters[i],
+            count=_entry(count, i),
+            hyper={name: _entry(value, i) for name, value in hyper.items()},
+            finite=_entry(finite, i),
+            segments=LeafSegments(),
+            real=None,
+        )
+        for i, segment in enumerate(layout.segments)
+    ]
+
+
+def _join_leaves(values: Sequence[Tensor | None], like: FlatTree) -> FlatTree:
+    buffers = []
+    for bucket, old in zip(like.layout.buckets, like.buffers, strict=True):
+        if old is None:
+            buffers.append(None)
+            continue
+        parts = [old.new_zeros(size) for size in bucket.pieces]
+        for i, piece in zip(bucket.segments, bucket.real, strict=True):
+            value = values[i]
+            if value is not None:
+                parts[piece] = like.layout.segments[i].pack(value)
+        buffers.append(torch.cat(parts))
+    return FlatTree(tuple(buffers), like.rest, like.layout)
 
 
 def check_donation(params: Any, state: Any) -> None:
