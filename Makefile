@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint types units docs clean
+.PHONY: demo test test-slow lint types units compatibility clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -32,3 +32,7 @@ $(READY): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+
+# docs/compatibility.md, from the outcomes of the composition matrix.
+compatibility: $(READY)
+	$(BIN)/pytest tests/conformance/test_composition.py --write-compatibility

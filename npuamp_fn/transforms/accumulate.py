@@ -27,6 +27,11 @@ class AccumulatedGradFn:
     steps: int
     in_dims: tuple[Any, ...] | None = None
 
+    @property
+    def __name__(self) -> str:
+        """What vmap calls the function in its messages."""
+        return "accumulate"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the mean gradient over the micro-batches (and mean value, stacked aux), as constants."""
         out = self.__loss_scaling__(torch.ones(()), *args, **kwargs)

@@ -57,6 +57,11 @@ class LossScaledFn:
     reduce: Callable[[Any], Any] | None = None
     defer_unscale: bool = False
 
+    @property
+    def __name__(self) -> str:
+        """What vmap calls the function in its messages."""
+        return "with_loss_scaling"
+
     def __call__(self, loss_scale: Any, *args: Any, **kwargs: Any) -> ScaledGrads:
         """Differentiate the scaled loss at these arguments; unscale, test and adjust the scale."""
         if not isinstance(loss_scale, (NoOpLossScale, StaticLossScale, DynamicLossScale)):
@@ -74,6 +79,11 @@ class ScaledGradFn:
     """A stateless scaled gradient; see :func:`scaled_grad`."""
 
     grad_fn: GradFn
+
+    @property
+    def __name__(self) -> str:
+        """What vmap calls the function in its messages."""
+        return "scaled_grad"
 
     def __call__(self, scale: float | Tensor, *args: Any, **kwargs: Any) -> ScaledGrads:
         """Differentiate ``loss * scale`` at these arguments and unscale the gradients."""
