@@ -24,6 +24,8 @@ from npuamp_fn.transforms.accumulate import accumulate
 from npuamp_fn.transforms.cast import cast, cast_like, cast_policy, full_precision
 from npuamp_fn.transforms.fused import explain, fused_update
 from npuamp_fn.transforms.grad import GradFn, grad, grad_and_value
+from npuamp_fn.transforms.op_cast import cast_ops
+from npuamp_fn.transforms.op_functions import float_function, half_function, promote_function
 from npuamp_fn.transforms.reduce import mean_over
 from npuamp_fn.transforms.remat import remat
 from npuamp_fn.transforms.scaling import SupportsLossScaling, scaled_grad, with_loss_scaling
@@ -42,8 +44,12 @@ __all__ = [
     "batch_norm_paths",
     "cast",
     "cast_like",
+    "cast_ops",
     "cast_policy",
+    "float_function",
     "full_precision",
+    "half_function",
+    "promote_function",
     # gradients and loss scaling
     "DynamicLossScale",
     "GradFn",

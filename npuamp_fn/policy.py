@@ -30,9 +30,12 @@ class Policy:
         output: Dtype of what such a function returns.
         ops: Table of operations that run in low precision, float32 or the widest dtype (level O1).
         keep: Dotted-path patterns inside each argument (``*`` is any text) that stay full precision.
+        low: Dtype of the operations that ``ops`` runs low; float16 if there is a table and nothing is said. It is
+            not ``compute``, which casts arguments: O1 leaves arguments and parameters alone.
 
     Raises:
-        TypeError: a dtype is not float32, float16, bfloat16 or ``None``, or ``keep`` is not a tuple of strings.
+        TypeError: a dtype is not float32, float16, bfloat16 or ``None``, ``low`` is no half dtype or comes without
+            ``ops``, or ``keep`` is not a tuple of strings.
         ValueError: a pattern of ``keep`` could not be read back from the policy's string.
 
     Source: Micikevicius et al., Mixed Precision Training, 2018; the levels are those of apex.amp.
@@ -48,6 +51,7 @@ class Policy:
     output: torch.dtype | None = None
     ops: OpTable | None = None
     keep: tuple[str, ...] = ()
+    low: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "output"):
@@ -57,6 +61,13 @@ class Policy:
                     f"Policy({name}=...): expected torch.float32, torch.float16, torch.bfloat16 or None, "
                     f"found {dtype!r}"
                 )
+        if self.ops is not None and self.low is None:
+            object.__setattr__(self, "low", torch.float16)
+        if self.low is not None and (self.ops is None or self.low not in _HALVES):
+            raise TypeError(
+                f"Policy(low=...): expected torch.float16 or torch.bfloat16 together with a table, Policy(ops=table, "
+                f"low=...), found low={self.low!r} and ops={self.ops!r}"
+            )
         if isinstance(self.keep, str):
             raise TypeError(
                 f"Policy(keep=...): expected a tuple of patterns, found the string {self.keep!r}; "
@@ -75,11 +86,13 @@ class Policy:
                 )
 
     def replace(self, **changes: Any) -> Policy:
-        """Return a copy with some fields changed.
+        """Return a copy with some fields changed; without ``ops`` there is no ``low``.
 
         >>> O2.replace(keep=("*.norm.*",)).keep
         ('*.norm.*',)
         """
+        if changes.get("ops", self.ops) is None:
+            changes.setdefault("low", None)
         return replace(self, **changes)
 
     def with_half(self, dtype: torch.dtype) -> Policy:
@@ -87,10 +100,12 @@ class Policy:
 
         >>> str(O3.with_half(torch.bfloat16))
         'params=bfloat16, compute=bfloat16, output=float32'
+        >>> str(O1.with_half(torch.bfloat16))
+        'output=float32, ops=apex, low=bfloat16'
         """
         if dtype not in _HALVES:
             raise TypeError(f"with_half: expected torch.float16 or torch.bfloat16, found {dtype!r}")
-        fields = ("params", "compute", "output")
+        fields = ("params", "compute", "output", "low")
         return replace(self, **{name: dtype for name in fields if getattr(self, name) in _HALVES})
 
     def cast_params(self, tree: Any) -> Any:
@@ -105,7 +120,7 @@ class Policy:
     def __str__(self) -> str:
         dtypes = {"params": self.params, "compute": self.compute, "output": self.output}
         parts = [f"{name}={str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items() if dtype]
-        parts += [f"ops={self.ops.name}"] if self.ops else []
+        parts += [f"ops={self.ops.name}", f"low={str(self.low).removeprefix('torch.')}"] if self.ops is not None else []
         parts += [f"keep={'|'.join(self.keep)}"] if self.keep else []
         return ", ".join(parts)
 
@@ -129,7 +144,7 @@ class Policy:
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in values or not equals or not value:
                 raise ValueError(f"Policy.parse({text!r}): expected `key=value` once each, found {part!r}")
-            if key in ("params", "compute", "output"):
+            if key in ("params", "compute", "output", "low"):
                 value = _SHORT.get(value, value)
                 if value != "None" and value not in _DTYPES:
                     raise ValueError(f"Policy.parse({text!r}): unknown dtype {value!r}; known: {[*_DTYPES, *_SHORT]}")
@@ -139,7 +154,7 @@ class Policy:
             elif key == "keep":
                 values[key] = tuple(pattern.strip() for pattern in value.split("|"))
             else:
-                known = "params, compute, output, ops, keep"
+                known = "params, compute, output, ops, low, keep"
                 raise ValueError(f"Policy.parse({text!r}): unknown key {key!r}; known: {known}")
         return cls(**values)
 

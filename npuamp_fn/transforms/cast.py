@@ -11,6 +11,7 @@ from torch import Tensor
 
 from npuamp_fn.policy import Policy, cast_tree, keep_candidates
 from npuamp_fn.transforms.function import FunctionTransform
+from npuamp_fn.transforms.op_cast import CastOpsFn, current
 from npuamp_fn.tree import check_patterns, tree_map
 
 __all__ = ["PolicyFn", "cast", "cast_like", "cast_policy", "full_precision"]
@@ -57,14 +58,17 @@ class PolicyFn(FunctionTransform):
         if policy.keep:
             candidates = [path for arg in (*args, *kwargs.values()) for path in keep_candidates(arg)]
             check_patterns(policy.keep, candidates, "Policy.keep")
+        fun = _under_ops(self.fun, policy)
         cast_args = [cast_tree(arg, policy.compute, policy.keep) for arg in args]
         cast_kwargs = {name: cast_tree(arg, policy.compute, policy.keep) for name, arg in kwargs.items()}
-        return cast_tree(self.fun(*cast_args, **cast_kwargs), policy.output)
+        return cast_tree(fun(*cast_args, **cast_kwargs), policy.output)
 
 
 def cast_policy(policy: Policy) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a function compute in the policy's ``compute`` dtype and return its ``output`` dtype.
 
+    With ``policy.ops`` (level O1) its operations are cast one by one, as by ``cast_ops(policy.ops, policy.low)``.
+    Inside a function whose operations are cast, a policy with a ``compute`` dtype of its own is not subject to that.
     Gradients flow through the casts, so they arrive in the dtype of what the caller passed in.
 
     Args:
@@ -72,7 +76,6 @@ def cast_policy(policy: Policy) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
 
     Raises:
         TypeError: ``policy`` is not a Policy.
-        NotImplementedError: the policy casts operations (O1), which this version cannot do yet.
 
     >>> @cast_policy(O2)
     ... def forward(weight, x):
@@ -80,22 +83,30 @@ def cast_policy(policy: Policy) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
     >>> out, inner = forward(torch.ones(2), torch.ones(2))
     >>> out.dtype, inner
     (torch.float32, torch.float16)
+    >>> cast_policy(O1)(torch.mm)(torch.ones(1, 3), torch.full((3, 1), 1.0001))  # rounded to half inside
+    tensor([[3.]])
     """
     if not isinstance(policy, Policy):
         raise TypeError(
             f"cast_policy: expected a Policy, found {type(policy).__name__}; write `@cast_policy(O2)` above the "
             "function, or cast_policy(O2)(fn)"
         )
-    if policy.ops is not None:
-        raise NotImplementedError(
-            f"cast_policy: the policy casts single operations (ops={policy.ops.name!r}, level O1), which is not built "
-            "yet; use O2, or policy.replace(ops=None)"
-        )
 
     def transform(fun: Callable[_P, _R]) -> Callable[_P, _R]:
         return PolicyFn(fun, policy)
 
     return transform
+
+
+def _under_ops(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """Return the function under the operation casts that a policy asks for."""
+    if policy.ops is not None and policy.low is not None:
+        return CastOpsFn(fun, policy.ops, policy.low)
+    outer = None if policy.compute is None else current()
+    if outer is None or outer.table is None:
+        return fun
+    # What it closes over may be half already: in float32, mixtures are widened rather than refused.
+    return CastOpsFn(fun, outer.table.widened if policy.compute is torch.float32 else None, outer.dtype)
 
 
 def full_precision(fun: Callable[_P, _R]) -> Callable[_P, _R]:
