@@ -11,7 +11,16 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from npuamp_fn.tracing import is_wrapped
-from npuamp_fn.tree import check_patterns, is_float, matches, struct, tree_flatten, tree_paths, tree_structure
+from npuamp_fn.tree import (
+    check_patterns,
+    check_same_structure,
+    is_float,
+    matches,
+    struct,
+    tree_flatten,
+    tree_paths,
+    tree_structure,
+)
 
 __all__ = ["ROW", "Bucket", "FlatTree", "Layout", "Segment", "flatten"]
 
@@ -76,7 +85,8 @@ class Layout:
         return (self.treedef, self.places, self.segments, self.buckets)
 
     def __reduce__(self) -> Any:
-        return Layout, self._key()  # without the hash: those of strings differ between processes
+        # Without the hash, as those of strings differ between processes; torch's TreeSpec warns when it is unpickled.
+        return _rebuild_layout, (self._skeleton(), self.places, self.segments, self.buckets)
 
     def __hash__(self) -> int:
         if not self._hash:
@@ -115,12 +125,7 @@ class Layout:
     def _match(self, tree: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
         leaves = tree_flatten(tree)[0]
         if tree_structure(tree) != self.treedef:
-            paths, found = self._all_paths(), tree_paths(tree)
-            differing = next((p for p, q in zip(paths, found, strict=False) if p != q), None)
-            raise ValueError(
-                f"layout: the tree has another structure: first differing leaf `{differing or (paths + found)[-1]}` "
-                f"(expected {len(paths)} leaves, found {len(found)})"
-            )
+            check_same_structure(self._skeleton(), tree, "layout")
         chosen: list[Any] = [None] * len(self.segments)
         rest: list[Any] = []
         for leaf, place in zip(leaves, self.places, strict=True):
@@ -136,8 +141,8 @@ class Layout:
             chosen[place] = leaf
         return chosen, tuple(rest)
 
-    def _all_paths(self) -> list[str]:
-        return tree_paths(torch_pytree.tree_unflatten(list(range(len(self.places))), self.treedef))
+    def _skeleton(self) -> Any:
+        return torch_pytree.tree_unflatten(list(range(len(self.places))), self.treedef)
 
 
 torch_pytree.register_constant(Layout)
@@ -312,6 +317,10 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
     layout = _lay_out(tree_structure(tree), places, described, lambda key: key)
     buffers = tuple(_concatenate(layout, bucket, chosen, bucket.dtype) for bucket in layout.buckets)
     return FlatTree(buffers, tuple(rest), layout)
+
+
+def _rebuild_layout(skeleton: Any, *rest: Any) -> Layout:
+    return Layout(tree_structure(skeleton), *rest)
 
 
 class _Place(NamedTuple):
