@@ -1,0 +1,114 @@
+"""From the model's scaled gradients to the gradients an optimizer sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuamp_fn import all_finite, cast
+from npuamp_fn.apex.masters import low_of
+from npuamp_fn.apex.storage import Bucket, add_all, copy_all, dense, gather
+
+__all__ = ["clear_low_grads", "collect", "prepare", "restore"]
+
+
+def prepare(optimizer: Any) -> None:
+    """Take the gradients that are unscaled already out of the way of a backward pass."""
+    kept = optimizer._amp_stash.kept
+    for _, weights in optimizer._amp_stash.groups():
+        for weight in weights:
+            low = low_of(weight)
+            if low is not None:
+                low.grad = None  # its accumulated gradient is the master's
+            elif weight.grad is not None:
+                kept.append((weight, weight.grad))
+                weight.grad = None
+
+
+def restore(optimizer: Any) -> None:
+    """Undo a backward pass that was broken off: drop what it left, put back what was there before."""
+    for _, weights in optimizer._amp_stash.groups():
+        for weight in weights:
+            low = low_of(weight)
+            (weight if low is None else low).grad = None
+    for weight, grad in optimizer._amp_stash.kept:
+        weight.grad = grad
+    optimizer._amp_stash.kept = []
+
+
+@torch.no_grad()
+def collect(optimizer: Any, scale: Any) -> Tensor | None:
+    """Unscale what a backward pass left, and add it to the gradients of earlier passes.
+
+    Args:
+        optimizer: Initialized.
+        scale: The loss scale that the gradients carry.
+
+    Returns:
+        shape [], bool: whether the new gradients are finite, all of them; ``None`` if there are none.
+    """
+    flags: list[Tensor] = []
+    in_buckets: set[int] = set()
+    for bucket in optimizer._amp_stash.buckets():
+        in_buckets.update(map(id, bucket.weights))
+        _collect_bucket(bucket, scale, flags)
+    loose = [
+        weight
+        for _, weights in optimizer._amp_stash.groups()
+        for weight in weights
+        if weight.grad is not None and id(weight) not in in_buckets
+    ]
+    if loose:
+        grads = [_values(weight.grad) for weight in loose]
+        unscaled = scale.unscale(grads)
+        flags.append(all_finite(unscaled))
+        copy_all(grads, unscaled)
+    stash = optimizer._amp_stash
+    for weight, old in stash.kept:
+        weight.grad = old if weight.grad is None else _sum(weight.grad, old)
+    stash.kept, stash.scaled_by = [], None
+    if not flags:
+        return None
+    return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+
+
+def _collect_bucket(bucket: Bucket, scale: Any, flags: list[Tensor]) -> None:
+    found = [None if source is None else source.grad for source in bucket.sources()]
+    if all(grad is None for grad in found):
+        return
+    wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+    flat = scale.unscale(gather(bucket.layout, found, wide, bucket.device))
+    flags.append(all_finite(flat))
+    old = [weight.grad for weight in bucket.weights] if bucket.low is not None else [None] * len(found)
+    bucket.set_grads(
+        cast(flat, bucket.dtype),
+        [new is not None or before is not None for new, before in zip(found, old, strict=True)],
+    )
+    pairs = [(weight.grad, before) for weight, before in zip(bucket.weights, old, strict=True) if before is not None]
+    if pairs:
+        add_all([grad for grad, _ in pairs], [before for _, before in pairs])
+
+
+def clear_low_grads(optimizer: Any, set_to_none: bool) -> None:
+    """Clear the gradients of the model's half parameters."""
+    for _, weights in optimizer._amp_stash.groups():
+        for weight in weights:
+            low = low_of(weight)
+            if low is None or low.grad is None:
+                continue
+            if set_to_none:
+                low.grad = None
+            else:
+                low.grad.detach().zero_()
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.detach() if grad.layout == torch.strided else grad.detach()._values()
+
+
+def _sum(grad: Tensor, old: Tensor) -> Tensor:
+    if grad.layout == torch.strided:
+        return grad.detach().add_(dense(old))
+    return grad + old

@@ -1,0 +1,118 @@
+"""``scale_loss``: the context around a backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuamp_fn import cast
+from npuamp_fn.apex.amp._amp_state import _amp_state
+from npuamp_fn.apex.amp.gradients import collect, prepare, restore
+from npuamp_fn.apex.amp.optimizer import AmpOptimizer, unwrap
+
+__all__ = ["scale_loss"]
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Scale a loss for its backward pass, and unscale and check the gradients afterwards.
+
+    Args:
+        loss: Any shape.
+        optimizers: The optimizer, or a list or tuple of those, whose gradients this backward pass makes.
+        loss_id: Which of ``num_losses`` loss scales to use.
+        model: Not used; scripts pass it.
+        delay_unscale: Leave gradients scaled at exit: more backward passes follow before the step.
+        delay_overflow_check: Unscale, but leave the decision about skipping to the next context.
+
+    Yields:
+        The scaled loss; call ``.backward()`` on it.
+
+    Raises:
+        RuntimeError: ``amp.initialize`` was not called, or not with this optimizer.
+        IndexError: there is no loss scale of this number.
+    """
+    if not hasattr(_amp_state, "opt_properties"):
+        raise RuntimeError(
+            "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  Call "
+            "model, optimizer = amp.initialize(model, optimizer, opt_level=...) before `with amp.scale_loss`."
+        )
+    listed = [unwrap(o) for o in (optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])]
+    ours: list[Any] = list(dict.fromkeys(listed))  # the same optimizer twice is one
+    properties, scalers = _settings(ours)
+    if not properties.enabled:
+        yield loss
+        return
+    if not 0 <= loss_id < len(scalers):
+        raise IndexError(
+            f"scale_loss: loss_id={loss_id}, but there are {len(scalers)} loss scales; pass num_losses to "
+            "amp.initialize"
+        )
+    scaler = scalers[loss_id]
+    state = scaler.state
+    checked = properties.opt_level != "O0"
+    if not checked and scaler.loss_scale() == 1.0 and not properties.combine_grad:
+        yield cast(loss, torch.float32)
+        return
+    fresh = [optimizer for optimizer in ours if _begin(optimizer, state)]
+    try:
+        yield state.scale(cast(loss, torch.float32))
+    except BaseException:
+        for optimizer in fresh:
+            restore(optimizer)
+        raise
+    if delay_unscale:
+        for optimizer in ours:
+            optimizer._amp_stash.scaled_by = (scaler, loss_id, state)
+        return
+    flags = [collect(optimizer, state) for optimizer in ours]
+    present = [flag for flag in flags if flag is not None]
+    if not checked or delay_overflow_check or not (present or scaler._has_overflow):
+        if checked:
+            _record(scaler, present)
+        return
+    _record(scaler, present)
+    if scaler.update_scale():
+        for optimizer in ours:
+            if optimizer._amp_stash.skip is None:
+                optimizer._amp_stash.skip = (loss_id, scaler)
+
+
+def _begin(optimizer: Any, state: Any) -> bool:
+    """Make way for a backward pass; False if earlier gradients, scaled alike, wait for it to add to them."""
+    pending = optimizer._amp_stash.scaled_by
+    if pending is not None:
+        if float(pending[2].value) == float(state.value):
+            return False
+        pending[0].record(collect(optimizer, pending[2]))
+    prepare(optimizer)
+    return True
+
+
+def _record(scaler: Any, flags: list[Tensor]) -> None:
+    if flags:
+        scaler.record(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+
+
+def _settings(optimizers: list[Any]) -> tuple[Any, Any]:
+    stashes = [o._amp_stash for o in optimizers if isinstance(o, AmpOptimizer)]
+    properties = stashes[0].properties if stashes else _amp_state.opt_properties
+    if properties.enabled:
+        for optimizer in optimizers:
+            if not isinstance(optimizer, AmpOptimizer):
+                raise RuntimeError(
+                    f"scale_loss: this {type(optimizer).__name__} did not go through amp.initialize; pass it there "
+                    "together with its model: model, optimizer = amp.initialize(model, optimizer, ...)"
+                )
+    return properties, stashes[0].scalers if stashes else getattr(_amp_state, "loss_scalers", [])

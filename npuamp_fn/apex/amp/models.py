@@ -1,0 +1,81 @@
+"""What ``amp.initialize`` does to models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npuamp_fn import cast
+from npuamp_fn.apex.amp._amp_state import _amp_state, warn_or_err
+from npuamp_fn.apex.amp.properties import Properties
+from npuamp_fn.apex.amp.switch import Scope, is_initialized, switch
+from npuamp_fn.apex.masters import HALVES, store_low
+
+__all__ = ["check_models", "convert_model"]
+
+
+def check_models(models: Sequence[nn.Module], properties: Properties) -> None:
+    """Refuse models that cannot be initialized, before anything is changed.
+
+    Raises:
+        RuntimeError: a model is wrapped already, or holds half-precision parameters.
+        TypeError: a parameter is lazy or complex where it would have to be cast.
+    """
+    for model in models:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise RuntimeError(
+                f"Incoming model is an instance of {type(model).__name__}. Wrap models AFTER amp.initialize: "
+                "model, optimizer = amp.initialize(model, optimizer, ...), then model = DistributedDataParallel(model)."
+            )
+        if _amp_state.allow_incoming_model_not_fp32:
+            continue
+        amp_modules = [module for module in model.modules() if is_initialized(module)]
+        ours = {id(t) for module in amp_modules for t in (*module._parameters.values(), *module._buffers.values())}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if properties.cast_model_type in HALVES and nn.parameter.is_lazy(tensor):
+                raise TypeError(
+                    f"amp.initialize: `{name}` has no shape yet (a lazy module); run the model on one batch before "
+                    "amp.initialize"
+                )
+            if tensor.dtype in HALVES and id(tensor) not in ours:
+                warn_or_err(
+                    f"Found param/buffer {name} with type {tensor.type()}, expected {torch.float32}. amp.initialize "
+                    "casts the model itself and keeps float32 masters: do not call .half() or .bfloat16() on it before "
+                    "(for a model that must be half already set _amp_state.allow_incoming_model_not_fp32 = True)."
+                )
+
+
+def convert_model(
+    model: nn.Module, properties: Properties, output: torch.dtype | None, keep_masters: bool
+) -> nn.Module:
+    """Cast a model in place as the options say, and switch its modules into initialized classes."""
+    dtype = properties.cast_model_type
+    if dtype in HALVES:
+        for module in model.modules():
+            if properties.keep_batchnorm_fp32 and isinstance(module, nn.modules.batchnorm._BatchNorm):
+                continue
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.dtype == torch.float32:
+                    store_low(parameter, dtype, keep_masters and parameter.requires_grad)
+            statistics = isinstance(module, nn.modules.batchnorm._NormBase)
+            if not statistics or (module.affine and isinstance(module, nn.modules.batchnorm._BatchNorm)):
+                # running statistics stay float32, except beside half batch-norm weights, where torch refuses the mix
+                module._buffers.update({name: _cast_buffer(buffer, dtype) for name, buffer in module._buffers.items()})
+    switch(model)
+    scope: Any = Scope(dtype or None, output or torch.float32) if dtype else Scope(None, output)
+    model.__dict__["_amp_scope"] = scope
+    return model
+
+
+def _cast_buffer(buffer: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if buffer is None or buffer.dtype != torch.float32:
+        return buffer
+    low = cast(buffer, dtype)
+    finite = torch.isfinite(buffer)
+    whole = finite & (buffer == buffer.round())
+    fits = torch.isfinite(low) | ~finite  # no overflow
+    exact = (low.float() == buffer) | ~whole  # positions, counts and codes survive
+    return low if bool((fits & exact).all()) else buffer

@@ -1,0 +1,267 @@
+"""Initialized optimizers: a subclass made for each optimizer class, into which live optimizers are switched."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuamp_fn.apex.amp._amp_state import maybe_print
+from npuamp_fn.apex.amp.gradients import clear_low_grads, collect
+from npuamp_fn.apex.masters import HALVES, LowParameter, MasterParameter, as_master, low_of
+from npuamp_fn.apex.optimizers.fused import FusedOptimizer, load_keeping_groups
+from npuamp_fn.apex.storage import Bucket, Member, Storage
+
+__all__ = ["AmpOptimizer", "Stash", "adopt", "unwrap"]
+
+
+class Stash:
+    """What amp keeps for one optimizer; the public names are those scripts read from ``optimizer._amp_stash``."""
+
+    lazy_init_called = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, properties: Any, scalers: list[Any]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.properties = properties
+        self.scalers = scalers
+        self.scaled_by: Any = None  # the loss scale that model gradients still carry (delay_unscale)
+        self.kept: list[tuple[Tensor, Tensor]] = []  # gradients of earlier contexts, out of the way of backward
+        self.skip: tuple[int, Any] | None = None  # loss id and scaler of the overflow that the next step skips
+        self.last_step_skipped = False
+        self.storage = Storage()
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether gradients were left scaled by ``delay_unscale``."""
+        return self.scaled_by is not None
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be skipped."""
+        return self.skip is not None
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether half parameters have float32 masters."""
+        return bool(self.properties.master_weights)
+
+    def groups(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Return the weights of every group."""
+        optimizer: Any = self._optimizer()
+        return ((index, group["params"]) for index, group in enumerate(optimizer.param_groups))
+
+    def buckets(self) -> list[Bucket]:
+        """Return the flat buffers: of masters always, of all weights where gradients are combined."""
+        optimizer = self._optimizer()
+        if self.master_weights:
+            self._adopt_unfrozen()
+        if isinstance(optimizer, FusedOptimizer):
+            return optimizer.buckets()
+        combined = self.properties.combine_grad
+        members = [
+            Member(weight, index, "amp")
+            for index, weights in self.groups()
+            for weight in weights
+            if isinstance(weight, MasterParameter) or (combined and weight.requires_grad)
+        ]
+        return self.storage.refresh(members)
+
+    def _adopt_unfrozen(self) -> None:
+        optimizer: Any = self._optimizer()
+        for _, weights in self.groups():
+            for i, weight in enumerate(weights):
+                if weight.requires_grad and weight.dtype in HALVES:
+                    master = weights[i] = as_master(weight)
+                    if weight in optimizer.state:
+                        optimizer.state[master] = optimizer.state.pop(weight)
+
+
+class AmpOptimizer(torch.optim.Optimizer):
+    """The part of an initialized optimizer that amp adds to its own class."""
+
+    _amp_stash: Stash
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Do the optimizer's own step, unless gradients overflowed: then say so and change nothing.
+
+        Args:
+            closure: Evaluates the model again (with its own ``scale_loss``) and returns the loss.
+            args: Passed on to the optimizer's step.
+            kwargs: Passed on to the optimizer's step.
+
+        Returns:
+            What the optimizer's step returned; after a skip the closure's loss, or ``None``.
+        """
+        self._opt_called = True  # what schedulers look for
+        stash = self._amp_stash
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        else:
+            loss = None
+        _flush(self)
+        if stash.skip is not None:
+            _skip(self)
+            return loss
+        stash.last_step_skipped = False
+        fused = isinstance(self, FusedOptimizer)
+        buckets = stash.buckets()
+        for bucket in buckets:
+            _refuse_converted(self, bucket)
+            if not fused:
+                bucket.follow_edits()
+        if closure is None:
+            result = super().step(*args, **kwargs)
+        else:
+            result = super().step(_Again(closure, loss, self, buckets), *args, **kwargs)
+        for bucket in buckets:
+            if not fused:
+                _push(bucket)
+            if bucket.low is not None:
+                bucket.set_grads(None)
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  (the optimizer's own step runs the step hooks)
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  (it sets _opt_called itself)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model's parameters and of their masters."""
+        stash = self._amp_stash
+        super().zero_grad(set_to_none)
+        clear_low_grads(self, set_to_none)
+        stash.scaled_by, stash.kept = None, []
+        if set_to_none:
+            for bucket in _live_buckets(self):
+                bucket.grads, bucket.grad_views = None, []
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; half ones of an initialized model get their masters."""
+        if isinstance(param_group, dict) and self._amp_stash.master_weights:
+            given = param_group["params"]
+            if not isinstance(given, set):
+                listed = [given] if isinstance(given, Tensor) else list(given)
+                param_group = {**param_group, "params": [_with_master(item) for item in listed]}
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer or of its torch.optim twin."""
+        if isinstance(self, FusedOptimizer):
+            super().load_state_dict(state_dict)
+        else:
+            load_keeping_groups(self, super().load_state_dict, state_dict)
+
+
+class _Again:
+    """A closure whose first call returns the loss that is known already."""
+
+    def __init__(self, closure: Callable[[], Any], loss: Any, optimizer: AmpOptimizer, buckets: list[Bucket]) -> None:
+        self._closure, self._loss, self._optimizer, self._buckets = closure, loss, optimizer, buckets
+        self._first = True
+
+    def __call__(self) -> Any:
+        if self._first:
+            self._first = False
+            return self._loss
+        for bucket in self._buckets:
+            _push(bucket)
+        loss = self._closure()
+        _flush(self._optimizer)
+        if self._optimizer._amp_stash.skip is not None:
+            raise RuntimeError(
+                "amp: gradients overflowed in a repeated evaluation of the closure, in the middle of "
+                f"{type(self._optimizer).__name__}.step, which cannot be taken back. Use a static loss scale that does "
+                "not overflow, or cast_model_type=torch.bfloat16."
+            )
+        return loss
+
+
+def unwrap(optimizer: Any) -> Any:
+    """Return the torch optimizer inside a wrapper such as LARC."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if not isinstance(optimizer, torch.optim.Optimizer) and inner is not None else optimizer
+
+
+def adopt(optimizer: torch.optim.Optimizer, properties: Any, scalers: list[Any]) -> None:
+    """Switch an optimizer into its initialized class and give it the masters of its half parameters."""
+    stash = Stash(optimizer, properties, scalers)
+    own_step = optimizer.__dict__.get("step")
+    if getattr(own_step, "_wrapped_by_lr_sched", False):
+        del optimizer.__dict__["step"]  # a scheduler's wrapper around the step of the class we leave
+    optimizer.__dict__["_amp_stash"] = stash
+    optimizer.__class__ = amp_optimizer_class(type(optimizer))
+    if properties.master_weights:
+        stash._adopt_unfrozen()
+    stash.buckets()
+
+
+def amp_optimizer_class(cls: type) -> type:
+    """Return the initialized counterpart of an optimizer class; the same one each time."""
+    if issubclass(cls, AmpOptimizer):
+        return cls
+    known = _classes.get(cls)
+    made = None if known is None else known()
+    if made is None:
+        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        metaclass: Any = type(cls)
+        made = metaclass(cls.__name__, (AmpOptimizer, cls), body)
+        _classes[cls] = weakref.ref(made)
+    return made
+
+
+_classes: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
+
+
+def _with_master(item: Any) -> Any:
+    if isinstance(item, tuple):
+        return (item[0], _with_master(item[1]))
+    return as_master(item) if isinstance(item, LowParameter) and item.requires_grad else item
+
+
+def _flush(optimizer: AmpOptimizer) -> None:
+    """Unscale gradients that ``delay_unscale`` left scaled, if the last context did not."""
+    stash = optimizer._amp_stash
+    if stash.scaled_by is None:
+        return
+    scaler, loss_id, state = stash.scaled_by
+    scaler.record(collect(optimizer, state))
+    if scaler.update_scale():
+        stash.skip = (loss_id, scaler)
+
+
+def _skip(optimizer: AmpOptimizer) -> None:
+    stash = optimizer._amp_stash
+    loss_id, scaler = stash.skip  # type: ignore[misc]
+    change = "reducing loss scale to" if scaler.dynamic else "keeping static loss scale"
+    maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change} {scaler.loss_scale()}")
+    stash.skip, stash.last_step_skipped = None, True
+    for bucket in _live_buckets(optimizer):
+        if bucket.low is not None:
+            bucket.set_grads(None)
+
+
+def _live_buckets(optimizer: AmpOptimizer) -> list[Bucket]:
+    return optimizer.storage.buckets if isinstance(optimizer, FusedOptimizer) else optimizer._amp_stash.storage.buckets
+
+
+def _push(bucket: Bucket) -> None:
+    bucket.settle()
+    bucket.write_low()
+    bucket.publish()
+
+
+def _refuse_converted(optimizer: AmpOptimizer, bucket: Bucket) -> None:
+    if bucket.low is None:
+        return
+    want = bucket.low.buffers[0].dtype  # type: ignore[union-attr]
+    for index, weight in enumerate(bucket.weights):
+        low = low_of(weight)
+        if low is not None and low.dtype != want:
+            raise RuntimeError(
+                f"parameter {index} of shape {tuple(low.shape)} is {low.dtype}, but "
+                f"amp.initialize(opt_level={optimizer._amp_stash.properties.opt_level!r}) keeps it in {want}: the "
+                "model was converted afterwards (model.float(), model.to(dtype) or p.data = ...). Inference and "
+                "state_dict() still work; to train on, build the optimizer and call amp.initialize again."
+            )

@@ -1,0 +1,193 @@
+"""Half parameters and their float32 masters: which belongs to which, and how edits of either side reach the other.
+
+The master is the truth. A half parameter that was touched (in place, through ``.data``, or by a new ``.data``) wins
+over its master, element by element, where it differs from the rounded master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from npuamp_fn import cast
+
+__all__ = [
+    "LowParameter",
+    "MasterParameter",
+    "Slot",
+    "as_master",
+    "low_of",
+    "mark_synchronised",
+    "master_of",
+    "set_data",
+    "slot_of",
+    "store_low",
+    "synchronise",
+]
+
+HALVES = (torch.float16, torch.bfloat16)
+
+_data: Any = torch.Tensor.data  # the descriptor that the classes below override
+
+
+class LowParameter(nn.Parameter):
+    """A model parameter stored in half precision, whose master lives elsewhere; ``.data`` is watched."""
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The tensor without its graph; whoever asks for it may write to it."""
+        _touch(self, low=True)
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _touch(self, low=True)
+        _data.__set__(self, value)
+
+
+class MasterParameter(nn.Parameter):
+    """The float32 master of a half parameter; ``.data`` is watched."""
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The tensor without its graph; whoever asks for it may write to it."""
+        _touch(low_of(self), low=False)
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _touch(low_of(self), low=False)
+        _data.__set__(self, value)
+
+
+class Slot:
+    """What a half parameter knows about its master."""
+
+    def __init__(self, master: Tensor) -> None:
+        self.master = master
+        self.touched_low = self.touched_master = False
+        self.seen_low = self.seen_master = -1
+
+    def __reduce__(self) -> Any:
+        return (_nothing, ())  # masters travel with the module, not with the parameter
+
+
+class _LowReference:
+    """A weak reference that pickles as nothing."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._reference = TensorWeakRef(parameter)
+
+    def __call__(self) -> Tensor | None:
+        return self._reference()
+
+    def __reduce__(self) -> Any:
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    return None
+
+
+def slot_of(parameter: Any) -> Slot | None:
+    """Return the slot of a half parameter, if it has a master."""
+    return parameter.__dict__.get("_amp_slot")
+
+
+def master_of(parameter: Any) -> Tensor | None:
+    """Return the float32 master of a half parameter, if it has one."""
+    slot = slot_of(parameter)
+    return None if slot is None else slot.master
+
+
+def low_of(weight: Any) -> Tensor | None:
+    """Return the half parameter of a master; ``None`` if it is no master, or the parameter is gone."""
+    reference = weight.__dict__.get("_amp_low")
+    return None if reference is None else reference()
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Point a parameter to other memory without counting as an edit."""
+    _data.__set__(tensor, value)
+
+
+def store_low(parameter: nn.Parameter, dtype: torch.dtype, keep_master: bool) -> None:
+    """Store a float32 parameter in half precision, in place, keeping its exact value as a master if asked."""
+    exact, grad = _data.__get__(parameter), parameter.grad
+    parameter.grad = None
+    set_data(parameter, cast(exact, dtype))
+    if keep_master:
+        attach(parameter, exact.clone())
+    if grad is not None:
+        parameter.grad = cast(grad, dtype)
+
+
+def attach(parameter: Any, master: Tensor) -> None:
+    """Make a float32 tensor the master of a half parameter."""
+    if not isinstance(parameter, LowParameter):
+        parameter.__class__ = LowParameter
+    setattr(parameter, "_amp_slot", Slot(master))  # noqa: B010
+    _mark(parameter)
+
+
+def as_master(parameter: Any) -> Any:
+    """Return the master of a half parameter as a Parameter for an optimizer, making one if there is none."""
+    slot = slot_of(parameter)
+    if slot is None:
+        attach(parameter, parameter.detach().float())
+        slot = parameter._amp_slot
+    if not isinstance(slot.master, MasterParameter):
+        master: Any = nn.Parameter(slot.master.detach(), requires_grad=True)
+        master.__class__ = MasterParameter
+        master.__dict__["_amp_low"] = _LowReference(parameter)
+        slot.master = master
+        _mark(parameter)
+    return slot.master
+
+
+def synchronise(parameter: Any) -> None:
+    """Make a half parameter and its master agree; costs nothing when neither was edited."""
+    slot = slot_of(parameter)
+    if slot is None:
+        return
+    master = slot.master
+    low_edited = slot.touched_low or parameter._version != slot.seen_low
+    if not low_edited and not slot.touched_master and master._version == slot.seen_master:
+        return
+    with torch.no_grad(), torch.inference_mode(False):
+        low = parameter.detach()
+        if low.dtype in HALVES:
+            if low_edited:
+                same = cast(master.detach(), low.dtype) == low.to(master.device)
+                master.copy_(torch.where(same, master, low.to(master.device, torch.float32)))
+            low.copy_(master)
+    slot.touched_low = slot.touched_master = False
+    _mark(parameter)
+
+
+def mark_synchronised(masters: Iterable[Tensor]) -> None:
+    """Note that masters and their half parameters agree as they are now."""
+    for master in masters:
+        low = low_of(master)
+        if low is not None:
+            _mark(low)
+
+
+def _mark(parameter: Any) -> None:
+    slot = parameter._amp_slot
+    slot.seen_low, slot.seen_master = parameter._version, slot.master._version
+
+
+def _touch(parameter: Any, low: bool) -> None:
+    slot = None if parameter is None else slot_of(parameter)
+    if slot is None:
+        return
+    synchronise(parameter)
+    if low:
+        slot.touched_low = True
+    else:
+        slot.touched_master = True

@@ -1,0 +1,218 @@
+"""What all NpuFused optimizers share: a torch optimizer that updates flat buffers through ``fused_update``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from npuamp_fn import FlatTree, Optimizer, ScaledGrads, fused_update
+from npuamp_fn.apex.storage import Bucket, Member, Storage, alias
+from npuamp_fn.optim.base import Hyper, OptimizerState
+
+__all__ = ["FusedOptimizer"]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose parameters lie in flat buffers, one update call for each.
+
+    Subclasses say in :meth:`rule_of` which core optimizer a parameter group stands for. Groups are read anew at each
+    step; groups that differ in numbers only share a buffer, and every parameter has its own step count. Parameters,
+    gradients and states may be replaced, moved, added or missing at any time: the buffers follow.
+    """
+
+    is_npu_fused_optimizer = True
+    counted: ClassVar[bool] = True  # whether `state` shows the step count, as torch's class does
+    sparse: ClassVar[bool] = False  # whether sparse gradients are taken, as torch's class does
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self.rule_of(defaults)  # refuse bad values before anything is kept
+        super().__init__(params, defaults)
+
+    @staticmethod
+    def rule_of(group: dict[str, Any]) -> Optimizer:
+        """Return the core optimizer with the numbers of a parameter group."""
+        raise NotImplementedError
+
+    @property
+    def storage(self) -> Storage:
+        """The flat buffers."""
+        storage = self.__dict__.get("_storage")
+        if storage is None:
+            storage = self.__dict__["_storage"] = Storage()
+        return storage
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have gradients.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse and this algorithm has no sparse form.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        rules = [self.rule_of(group) for group in self.param_groups]
+        self._refuse_sparse()
+        for bucket in self.buckets(rules):
+            self._update(bucket, rules)
+        return loss
+
+    def buckets(self, rules: Sequence[Optimizer] | None = None) -> list[Bucket]:
+        """Return the flat buffers as they must be now."""
+        rules = [self.rule_of(group) for group in self.param_groups] if rules is None else rules
+        keys = [_static_part(rule) for rule in rules]
+        members = [
+            Member(parameter, index, keys[index])
+            for index, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if parameter.requires_grad or parameter.grad is not None
+        ]
+        return self.storage.refresh(members)
+
+    def _update(self, bucket: Bucket, rules: Sequence[Optimizer]) -> None:
+        bucket.follow_edits()
+        grads, active = bucket.current_grads(bucket.dtype)
+        if not any(active):
+            return
+        rule = rules[next(member.group for member, on in zip(bucket.members, active, strict=True) if on)]
+        self._adopt_state(bucket, rule, active)
+        hyper = _merged_hyper(bucket, rules, active)
+        core = fused_update(rule.replace(hyper=hyper, master_weights=bucket.low is not None), donate=True)
+        master: Any = () if bucket.low is None else bucket.flat
+        state = OptimizerState(_merged_count(bucket, active), bucket.slots, master)
+        gradients: Any = grads
+        if not all(active):
+            on = torch.tensor(active, device=bucket.device)
+            gradients = ScaledGrads(grads, torch.ones((), device=bucket.device), on, (), on, ())
+        core.update(gradients, state, bucket.flat if bucket.low is None else bucket.low)
+        bucket.counts.add_(torch.tensor(active, dtype=torch.float32))
+        bucket.publish()
+
+    def _adopt_state(self, bucket: Bucket, rule: Optimizer, active: Sequence[bool]) -> None:
+        """Make ``state`` and the buffers agree; what was loaded, replaced or cleared in ``state`` counts."""
+        if not bucket.slots and rule.rule.slots:
+            bucket.slots = dict(rule.init(bucket.flat).slots)
+        views: dict[str, Any] = {}
+        for i, weight in enumerate(bucket.weights):
+            entry, own = self.state.get(weight), bucket.states[i]
+            if own is None and entry is None and not active[i]:
+                continue
+            if own is not None and entry is not None and all(entry.get(name) is value for name, value in own.items()):
+                continue
+            if not views:
+                views = {name: _slot_views(slot) for name, slot in bucket.slots.items()}
+            own = {name: alias(view[i]) for name, view in views.items()}
+            for slot in rule.rule.slots:
+                value = None if entry is None else entry.get(slot.name)
+                if value is None:
+                    own[slot.name].copy_(weight) if slot.start == "param" else own[slot.name].fill_(slot.start)
+                else:
+                    own[slot.name].copy_(value)
+            bucket.counts[i] = self._count_in(entry, own)
+            if self.counted:
+                own["step"] = alias(bucket.counts[i])
+            self.state[weight].update(own)
+            bucket.states[i] = own
+
+    def _count_in(self, entry: dict[str, Any] | None, slots: dict[str, Tensor]) -> float:
+        if entry is None:
+            return 0.0
+        if self.counted:
+            return float(entry.get("step", 0))
+        return float(any(entry.get(name) is not None for name in slots))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of its torch.optim twin.
+
+        Moments keep their float32 precision whatever the parameters' dtype, options that the dict lacks keep their
+        defaults, and the group dictionaries stay the same objects.
+        """
+        load_keeping_groups(self, super().load_state_dict, state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore; missing options take their defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def _refuse_sparse(self) -> None:
+        if self.sparse:
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"{type(self).__name__} does not support sparse gradients: parameter of shape "
+                        f"{tuple(parameter.shape)}; use Embedding(sparse=False), or torch.optim.SparseAdam for it"
+                    )
+
+
+def load_keeping_groups(optimizer: torch.optim.Optimizer, load: Callable[[Any], None], state_dict: Any) -> None:
+    """Load a state dict so that group dictionaries keep their identity and states their precision."""
+    groups, holder = list(optimizer.param_groups), optimizer.param_groups
+    load(state_dict)
+    for group, new in zip(groups, optimizer.param_groups, strict=True):
+        if group is not new:
+            group.clear()
+            group.update(new)
+    holder[:] = groups
+    optimizer.param_groups = holder
+    saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    weights = [weight for group in groups for weight in group["params"]]
+    for saved_id, weight in zip(saved_ids, weights, strict=True):
+        for name, value in state_dict["state"].get(saved_id, {}).items():
+            own = optimizer.state[weight].get(name)
+            if isinstance(own, Tensor) and isinstance(value, Tensor) and own.dtype != value.dtype and name != "step":
+                optimizer.state[weight][name] = value.detach().to(weight.device, copy=True)
+
+
+def _static_part(rule: Optimizer) -> tuple[Any, ...]:
+    fixed = tuple((name, value) for name, value in rule.hyper.items() if not _is_number(value))
+    return (rule.rule, fixed)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+
+
+def _merged_hyper(bucket: Bucket, rules: Sequence[Optimizer], active: Sequence[bool]) -> Hyper:
+    """Return hyper-parameters: a number where all groups agree, else one entry per tensor."""
+    groups = list(dict.fromkeys(member.group for member, on in zip(bucket.members, active, strict=True) if on))
+    merged = {}
+    for name, value in rules[groups[0]].hyper.items():
+        values = {group: rules[group].hyper[name] for group in groups}
+        if all(
+            v is value or (not isinstance(v, Tensor) and not isinstance(value, Tensor) and v == value)
+            for v in values.values()
+        ):
+            merged[name] = value
+            continue
+        entries = [values.get(member.group, value) for member in bucket.members]
+        if any(isinstance(entry, Tensor) for entry in entries):
+            parts = [torch.as_tensor(entry, dtype=torch.float64, device=bucket.device).reshape(()) for entry in entries]
+            merged[name] = torch.stack(parts)
+        else:
+            merged[name] = torch.tensor(entries, dtype=torch.float64, device=bucket.device)
+    return Hyper(**merged)
+
+
+def _merged_count(bucket: Bucket, active: Sequence[bool]) -> Tensor:
+    counts = [int(count) for count in bucket.counts.tolist()]
+    distinct = {count for count, on in zip(counts, active, strict=True) if on}
+    value = distinct.pop() if len(distinct) == 1 else counts
+    return torch.tensor(value, dtype=torch.int32, device=bucket.device)
+
+
+def _slot_views(slot: Any) -> Sequence[Tensor]:
+    return slot.unflatten() if isinstance(slot, FlatTree) else slot[0]

@@ -1,0 +1,215 @@
+"""The flat storage of one optimizer: weights, half copies, gradients and slots, one buffer each per kind of weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from npuamp_fn import FlatTree, flatten
+from npuamp_fn.apex.masters import low_of, mark_synchronised, set_data, synchronise
+
+copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+add_all: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+
+__all__ = ["Bucket", "Member", "Storage", "add_all", "alias", "copy_all", "dense", "gather"]
+
+
+class Member(NamedTuple):
+    """One weight of an optimizer, and what decides which buffer it lies in."""
+
+    weight: Tensor  # in the optimizer's groups: a master, or a model parameter
+    group: int
+    key: Hashable
+
+
+def alias(view: Tensor) -> Tensor:
+    """Return the elements of a dense view as a tensor that is no view and has a storage of its own.
+
+    It saves and pickles by itself, has its own version counter, and keeps the buffer alive.
+    """
+    if view.numel() == 0 or view.device.type not in ("cpu", "cuda"):
+        return view.detach().data
+    size = view.element_size()
+    start = view.storage_offset() * size
+    storage = view.untyped_storage()[start : start + view.numel() * size]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+
+
+def gather(layout: Any, tensors: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> FlatTree:
+    """Lay tensors out in one buffer; where there is none, zero."""
+    buffer = torch.zeros(layout.buckets[0].size, dtype=dtype, device=device)
+    flat = FlatTree((buffer,), (), layout)
+    pairs = [(view, t) for view, t in zip(flat.unflatten(), tensors, strict=True) if t is not None]
+    if pairs:
+        copy_all([view for view, _ in pairs], [dense(t) for _, t in pairs])
+    return flat
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a gradient as an ordinary tensor without a graph."""
+    return tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+
+
+class Bucket:
+    """Weights of one kind in one flat buffer, with everything that belongs to them in the same layout."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.key = members[0].key
+        self.members = list(members)
+        self.weights = [member.weight for member in members]
+        lows = [low_of(weight) for weight in self.weights]
+        for low in lows:
+            if low is not None:
+                synchronise(low)
+        self.flat = flatten([weight.detach() for weight in self.weights])
+        self.layout = self.flat.layout
+        self._buffer: Any = self.flat.buffers[0]
+        half = next((low.dtype for low in lows if low is not None), None)
+        self.low = None if half is None else self.flat.cast(half)
+        self.slots: dict[str, Any] = {}
+        self.counts = torch.zeros(len(members), dtype=torch.float32)  # on the host, as torch's optimizers keep theirs
+        self.states: list[dict[str, Any] | None] = [None] * len(members)  # what optimizer.state holds, by identity
+        self.grads: FlatTree | None = None
+        self.grad_views: list[Tensor] = []
+        self._homes = [0] * len(members)
+        self._low_homes = [0] * len(members)
+        self.settle()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self._buffer.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self._buffer.device
+
+    def lows(self) -> list[Tensor | None]:
+        """Return the model's half parameters; ``None`` where one is gone or never was."""
+        return [low_of(weight) for weight in self.weights]
+
+    def sources(self) -> list[Tensor | None]:
+        """Return the parameters whose ``grad`` autograd fills: the half ones, or the weights themselves."""
+        return list(self.weights) if self.low is None else self.lows()
+
+    def settle(self) -> None:
+        """Bring weights and half copies that were moved back into the buffers; their values count."""
+        views: Any = None
+        for i, weight in enumerate(self.weights):
+            if weight.data_ptr() != self._homes[i]:
+                views = self.flat.unflatten() if views is None else views
+                self._homes[i] = _move_in(weight, views[i])
+        if self.low is None:
+            return
+        views = None
+        for i, weight in enumerate(self.weights):
+            low = low_of(weight)
+            if low is not None and low.data_ptr() != self._low_homes[i]:
+                views = self.low.unflatten() if views is None else views
+                self._low_homes[i] = _move_in(low, views[i])
+
+    def moved(self) -> bool:
+        """Tell whether a weight changed its kind: device, dtype or shape."""
+        for weight, home, segment in zip(self.weights, self._homes, self.layout.segments, strict=True):
+            if weight.data_ptr() != home and (
+                weight.device != self.device or weight.dtype != self.dtype or tuple(weight.shape) != segment.shape
+            ):
+                return True
+        return False
+
+    def follow_edits(self) -> None:
+        """Make masters and half copies agree after edits of either side, and bring moved tensors back."""
+        if self.low is not None:
+            for weight in self.weights:
+                low = low_of(weight)
+                if low is not None:
+                    synchronise(low)
+        self.settle()
+
+    def publish(self) -> None:
+        """Tell torch that the weights were written through the buffer."""
+        written = [*self.weights, *(low for low in self.lows() if low is not None)] if self.low else self.weights
+        increment_version(written)
+        if self.low is not None:
+            mark_synchronised(self.weights)
+
+    def write_low(self) -> None:
+        """Round the weights into their half copies: one flat copy."""
+        if self.low is not None:
+            self.low.map(Tensor.copy_, self.flat)
+
+    def set_grads(self, grads: FlatTree | None, active: Sequence[bool] | None = None) -> None:
+        """Make views of a flat gradient the ``grad`` of the weights; ``None`` clears all."""
+        self.grads = grads
+        if grads is None:
+            self.grad_views = []
+            for weight in self.weights:
+                weight.grad = None
+            return
+        self.grad_views = [view.data for view in grads.unflatten()]
+        for weight, view, on in zip(self.weights, self.grad_views, active or [True] * len(self.weights), strict=True):
+            weight.grad = view if on else None
+
+    def current_grads(self, dtype: torch.dtype) -> tuple[FlatTree, list[bool]]:
+        """Return the weights' gradients as one buffer, whoever put them there, and which weights have one."""
+        found = [weight.grad for weight in self.weights]
+        active = [grad is not None for grad in found]
+        if self.grads is None:
+            return gather(self.layout, found, dtype, self.device), active
+        for view, grad in zip(self.grad_views, found, strict=True):
+            if grad is not None and grad is not view and not _same_place(grad, view):
+                view.copy_(dense(grad))
+        return self.grads, active
+
+
+class Storage:
+    """All buckets of one optimizer, rebuilt where its groups or parameters changed."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+
+    def refresh(self, members: Sequence[Member]) -> list[Bucket]:
+        """Return buckets that hold exactly these members, keeping those that still fit."""
+        by_key: dict[Hashable, list[Member]] = {}
+        for member in members:
+            by_key.setdefault((member.key, *_kind(member.weight)), []).append(member)
+        old = {bucket.key: bucket for bucket in self.buckets}
+        buckets = []
+        for key, wanted in by_key.items():
+            bucket = old.get(key)
+            if bucket is None or not _same_members(bucket.members, wanted) or bucket.moved():
+                bucket = Bucket([member._replace(key=key) for member in wanted])
+            buckets.append(bucket)
+        self.buckets = buckets
+        return buckets
+
+    def each(self, act: Callable[[Bucket], Any]) -> None:
+        """Do something with every bucket."""
+        for bucket in self.buckets:
+            act(bucket)
+
+
+def _kind(weight: Tensor) -> tuple[Any, ...]:
+    low = low_of(weight)
+    return (weight.device, weight.dtype, None if low is None else low.dtype)
+
+
+def _same_members(have: Sequence[Member], want: Sequence[Member]) -> bool:
+    return len(have) == len(want) and all(
+        a.weight is b.weight and a.group == b.group for a, b in zip(have, want, strict=True)
+    )
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _move_in(tensor: Tensor, view: Tensor) -> int:
+    view.copy_(tensor.detach())
+    set_data(tensor, alias(view))
+    return tensor.data_ptr()
