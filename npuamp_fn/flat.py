@@ -73,6 +73,12 @@ class Layout:
     """Where every leaf of a tree lies in the buffers: static, hashable, the same for parameters and moments.
 
     Compiled regions treat a layout as a constant, guarded by equality.
+
+    >>> layout = flatten({"w": torch.ones(2, 3), "b": torch.ones(3)}).layout
+    >>> layout.size, [(s.path, s.offset) for s in layout.segments]
+    (9, [('w', 0), ('b', 256)])
+    >>> layout.pack({"w": torch.zeros(2, 3), "b": torch.ones(3)}).segments()["b"]
+    tensor([1., 1., 1.])
     """
 
     treedef: torch_pytree.TreeSpec

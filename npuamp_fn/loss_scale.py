@@ -218,7 +218,14 @@ LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
 class ScaledGrads(NamedTuple):
-    """Gradients and what loss scaling knows about them; the true gradient is ``grads * inv_scale``."""
+    """Gradients and what loss scaling knows about them; the true gradient is ``grads * inv_scale``.
+
+    >>> out = with_loss_scaling(grad(lambda x: x * x), defer_unscale=True)(
+    ...     StaticLossScale.create(4.0), torch.tensor(3.0)
+    ... )
+    >>> out.grads, out.inv_scale, out.value
+    (tensor(24.), tensor(0.2500), tensor(9.))
+    """
 
     grads: Any  # like the differentiated argument; float32 unless deferred; None at non-float leaves
     inv_scale: Tensor  # shape=[], dtype=float32: 1 unless `defer_unscale=True`

@@ -55,7 +55,7 @@ class Apply:
             output = torch.func.functional_call(self.module, tensors, args, kwargs, strict=True)
         except RuntimeError as error:
             text = str(error)
-            if "vmap" in text and ("in-place" in text or "in place" in text):
+            if "vmap" in text and any(phrase in text for phrase in ("in-place", "in place", "out-of-place")):
                 raise RuntimeError(_VMAP_ADVICE) from error
             if text.startswith("Error(s) in reparametrizing"):
                 raise ValueError(_names_advice(self.module, params, buffers)) from error

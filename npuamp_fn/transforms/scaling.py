@@ -30,6 +30,12 @@ class SupportsLossScaling(Protocol):
     """A gradient function that can differentiate ``loss * scale`` instead of the loss.
 
     :func:`with_loss_scaling` takes any object whose type defines this method.
+
+    >>> class SquareGrad:  # the gradient of x**2, written out
+    ...     def __loss_scaling__(self, scale, x):
+    ...         return 2 * x * scale, x * x, ()
+    >>> with_loss_scaling(SquareGrad())(StaticLossScale.create(8.0), torch.tensor(3.0)).grads
+    tensor(6.)
     """
 
     def __loss_scaling__(self, scale: Tensor, *args: Any, **kwargs: Any) -> RawGrads:
