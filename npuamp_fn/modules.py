@@ -42,7 +42,7 @@ class Apply:
 
     module: nn.Module
 
-    def __call__(self, params: Any, buffers: Any, *args: Any, **kwargs: Any) -> tuple[Any, Buffers]:
+    def __call__(self, params: Any, buffers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Buffers]:
         """Run the module; buffers are cloned, and what it made of them is returned.
 
         Raises:

@@ -169,17 +169,17 @@ def test_embedding_gradients_under_loss_scaling():
     assert torch.equal(out.grads["weight"], expected)
 
 
-def test_output_may_be_any_tree_and_keywords_pass():
+def test_output_may_be_any_tree_and_any_keyword_passes():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(2))
 
-        def forward(self, x, *, scale=1.0):
-            return {"y": x * self.weight * scale, "n": None}
+        def forward(self, x, *, params=1.0):
+            return {"y": x * self.weight * params, "n": None}
 
     apply, params, buffers = functionalize(Two())
-    out, new = apply(params, buffers, torch.ones(2), scale=3.0)
+    out, new = apply(params, buffers, torch.ones(2), params=3.0)
     assert torch.equal(out["y"], torch.full((2,), 3.0))
     assert out["n"] is None
     assert new == {}

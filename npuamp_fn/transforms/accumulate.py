@@ -41,7 +41,7 @@ class AccumulatedGradFn:
             return grads, ((out.value, out.aux) if self.grad_fn.has_aux else out.value)
         return (grads, out.aux) if self.grad_fn.has_aux else grads
 
-    def __loss_scaling__(self, scale: Tensor, *args: Any, **kwargs: Any) -> RawGrads:
+    def __loss_scaling__(self, scale: Tensor, /, *args: Any, **kwargs: Any) -> RawGrads:
         """Return the float32 sum of the scaled gradients of all micro-batches."""
         batches = self._split(args, kwargs)
         total: Any = None

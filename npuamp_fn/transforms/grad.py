@@ -54,7 +54,7 @@ class GradFn(FunctionTransform):
             return out.grads, ((out.value, out.aux) if self.has_aux else out.value)
         return (out.grads, out.aux) if self.has_aux else out.grads
 
-    def __loss_scaling__(self, scale: Tensor, *args: Any, **kwargs: Any) -> RawGrads:
+    def __loss_scaling__(self, scale: Tensor, /, *args: Any, **kwargs: Any) -> RawGrads:
         """Return the gradients of ``loss.float() * scale``, all of it constant: no graph hangs on it."""
         out = self._differentiate(scale, args, kwargs, graph_free=_at_top_level(args, kwargs))
         return RawGrads(*(tree_map(_detach, part) for part in (out.grads, out.value, out.aux)))

@@ -38,7 +38,7 @@ class SupportsLossScaling(Protocol):
     tensor(6.)
     """
 
-    def __loss_scaling__(self, scale: Tensor, *args: Any, **kwargs: Any) -> RawGrads:
+    def __loss_scaling__(self, scale: Tensor, /, *args: Any, **kwargs: Any) -> RawGrads:
         """Return a tuple: gradients of ``loss.float() * scale``, the unscaled loss, and aux, () if there is none."""
         ...
 
@@ -51,7 +51,7 @@ class _Partial:
     args: tuple[Any, ...]
     keywords: dict[str, Any]
 
-    def __loss_scaling__(self, scale: Tensor, *args: Any, **kwargs: Any) -> RawGrads:
+    def __loss_scaling__(self, scale: Tensor, /, *args: Any, **kwargs: Any) -> RawGrads:
         return self.inner.__loss_scaling__(scale, *self.args, *args, **{**self.keywords, **kwargs})
 
 
@@ -68,7 +68,7 @@ class LossScaledFn:
         """What vmap calls the function in its messages."""
         return "with_loss_scaling"
 
-    def __call__(self, loss_scale: Any, *args: Any, **kwargs: Any) -> ScaledGrads:
+    def __call__(self, loss_scale: Any, /, *args: Any, **kwargs: Any) -> ScaledGrads:
         """Differentiate the scaled loss at these arguments; unscale, test and adjust the scale."""
         if not isinstance(loss_scale, (NoOpLossScale, StaticLossScale, DynamicLossScale)):
             raise TypeError(
@@ -91,7 +91,7 @@ class ScaledGradFn:
         """What vmap calls the function in its messages."""
         return "scaled_grad"
 
-    def __call__(self, scale: float | Tensor, *args: Any, **kwargs: Any) -> ScaledGrads:
+    def __call__(self, scale: float | Tensor, /, *args: Any, **kwargs: Any) -> ScaledGrads:
         """Differentiate ``loss * scale`` at these arguments and unscale the gradients."""
         if not isinstance(scale, Tensor):
             scale = torch.tensor(_positive(scale), dtype=torch.float32)
