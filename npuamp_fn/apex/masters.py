@@ -20,6 +20,8 @@ __all__ = [
     "MasterParameter",
     "Slot",
     "as_master",
+    "half_of",
+    "link",
     "low_of",
     "mark_synchronised",
     "master_of",
@@ -110,6 +112,11 @@ def low_of(weight: Any) -> Tensor | None:
     return None if reference is None else reference()
 
 
+def half_of(weight: Any) -> torch.dtype | None:
+    """Return the dtype that the half parameter of a master is stored in; ``None`` if it is no master."""
+    return weight.__dict__.get("_amp_half")
+
+
 def set_data(tensor: Tensor, value: Tensor) -> None:
     """Point a parameter to other memory without counting as an edit."""
     _data.__set__(tensor, value)
@@ -141,12 +148,18 @@ def as_master(parameter: Any) -> Any:
         attach(parameter, parameter.detach().float())
         slot = parameter._amp_slot
     if not isinstance(slot.master, MasterParameter):
-        master: Any = nn.Parameter(slot.master.detach(), requires_grad=True)
-        master.__class__ = MasterParameter
-        master.__dict__["_amp_low"] = _LowReference(parameter)
-        slot.master = master
-        _mark(parameter)
-    return slot.master
+        link(parameter, nn.Parameter(slot.master.detach(), requires_grad=True))
+    return slot_of(parameter).master  # type: ignore[union-attr]
+
+
+def link(parameter: Any, master: Any) -> None:
+    """Make a Parameter of an optimizer the master of a half parameter."""
+    if slot_of(parameter) is None:
+        attach(parameter, master)
+    master.__class__ = MasterParameter
+    master._amp_low, master._amp_half = _LowReference(parameter), parameter.dtype
+    parameter._amp_slot.master = master
+    _mark(parameter)
 
 
 def synchronise(parameter: Any) -> None:
@@ -158,7 +171,7 @@ def synchronise(parameter: Any) -> None:
     low_edited = slot.touched_low or parameter._version != slot.seen_low
     if not low_edited and not slot.touched_master and master._version == slot.seen_master:
         return
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         low = parameter.detach()
         if low.dtype in HALVES:
             if low_edited:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from npuamp_fn import FlatTree, flatten
-from npuamp_fn.apex.masters import low_of, mark_synchronised, set_data, synchronise
+from npuamp_fn.apex.masters import half_of, low_of, mark_synchronised, set_data, synchronise
 
 copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 add_all: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
@@ -68,8 +68,8 @@ class Bucket:
         self.flat = flatten([weight.detach() for weight in self.weights])
         self.layout = self.flat.layout
         self._buffer: Any = self.flat.buffers[0]
-        half = next((low.dtype for low in lows if low is not None), None)
-        self.low = None if half is None else self.flat.cast(half)
+        self.half = half_of(self.weights[0])
+        self.low = None if self.half is None else self.flat.cast(self.half)
         self.slots: dict[str, Any] = {}
         self.counts = torch.zeros(len(members), dtype=torch.float32)  # on the host, as torch's optimizers keep theirs
         self.states: list[dict[str, Any] | None] = [None] * len(members)  # what optimizer.state holds, by identity
@@ -109,7 +109,9 @@ class Bucket:
         views = None
         for i, weight in enumerate(self.weights):
             low = low_of(weight)
-            if low is not None and low.data_ptr() != self._low_homes[i]:
+            if low is None or low.data_ptr() == self._low_homes[i]:
+                continue
+            if low.dtype == self.half and low.device == self.device and low.shape == weight.shape:
                 views = self.low.unflatten() if views is None else views
                 self._low_homes[i] = _move_in(low, views[i])
 
@@ -195,8 +197,7 @@ class Storage:
 
 
 def _kind(weight: Tensor) -> tuple[Any, ...]:
-    low = low_of(weight)
-    return (weight.device, weight.dtype, None if low is None else low.dtype)
+    return (weight.device, weight.dtype, half_of(weight))
 
 
 def _same_members(have: Sequence[Member], want: Sequence[Member]) -> bool:

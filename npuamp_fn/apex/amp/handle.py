@@ -43,13 +43,13 @@ def scale_loss(
         RuntimeError: ``amp.initialize`` was not called, or not with this optimizer.
         IndexError: there is no loss scale of this number.
     """
+    listed = [unwrap(o) for o in (optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])]
+    ours: list[Any] = list(dict.fromkeys(listed))  # the same optimizer twice is one
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError(
             "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  Call "
             "model, optimizer = amp.initialize(model, optimizer, opt_level=...) before `with amp.scale_loss`."
         )
-    listed = [unwrap(o) for o in (optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])]
-    ours: list[Any] = list(dict.fromkeys(listed))  # the same optimizer twice is one
     properties, scalers = _settings(ours)
     if not properties.enabled:
         yield loss

@@ -65,7 +65,7 @@ def convert_model(
                 # running statistics stay float32, except beside half batch-norm weights, where torch refuses the mix
                 module._buffers.update({name: _cast_buffer(buffer, dtype) for name, buffer in module._buffers.items()})
     switch(model)
-    scope: Any = Scope(dtype or None, output or torch.float32) if dtype else Scope(None, output)
+    scope: Any = Scope(dtype, output or torch.float32, dtype) if dtype else Scope(None, output)
     model.__dict__["_amp_scope"] = scope
     return model
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn.apex.amp._amp_state import maybe_print
+from npuamp_fn import cast
+from npuamp_fn.apex.amp._amp_state import _amp_state, maybe_print
 from npuamp_fn.apex.amp.gradients import clear_low_grads, collect
-from npuamp_fn.apex.masters import HALVES, LowParameter, MasterParameter, as_master, low_of
+from npuamp_fn.apex.amp.switch import reduce_as_original
+from npuamp_fn.apex.masters import HALVES, LowParameter, MasterParameter, as_master, link, low_of
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer, load_keeping_groups
 from npuamp_fn.apex.storage import Bucket, Member, Storage
 
@@ -153,6 +155,31 @@ class AmpOptimizer(torch.optim.Optimizer):
         else:
             load_keeping_groups(self, super().load_state_dict, state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return torch's state and what amp keeps: options, loss scales, and whose master each weight is."""
+        stash = self._amp_stash
+        for bucket in stash.buckets():
+            bucket.follow_edits()
+        weights = [weight for _, weights in stash.groups() for weight in weights]
+        pairs = [(low_of(weight), weight) for weight in weights if low_of(weight) is not None]
+        amp = {"properties": stash.properties, "scalers": stash.scalers, "pairs": pairs}
+        return {**super().__getstate__(), "_amp": amp}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore; masters and their half parameters find each other again."""
+        state = dict(state)
+        amp = state.pop("_amp", None)
+        super().__setstate__(state)
+        if amp is not None:
+            for low, master in amp["pairs"]:
+                link(low, master)
+            self.__dict__["_amp_stash"] = Stash(self, amp["properties"], amp["scalers"])
+            if not hasattr(_amp_state, "opt_properties"):  # a new process goes on where the old one was
+                _amp_state.opt_properties, _amp_state.loss_scalers = amp["properties"], amp["scalers"]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_as_original(self, super().__reduce_ex__(protocol), amp_optimizer_class)
+
 
 class _Again:
     """A closure whose first call returns the loss that is known already."""
@@ -194,7 +221,18 @@ def adopt(optimizer: torch.optim.Optimizer, properties: Any, scalers: list[Any])
     optimizer.__class__ = amp_optimizer_class(type(optimizer))
     if properties.master_weights:
         stash._adopt_unfrozen()
+    elif not isinstance(optimizer, FusedOptimizer):
+        _state_like_weights(optimizer)
     stash.buckets()
+
+
+def _state_like_weights(optimizer: torch.optim.Optimizer) -> None:
+    # torch's optimizers keep their state in the dtype of the parameters, which were cast just now.
+    for weight, entry in optimizer.state.items():
+        if isinstance(weight, Tensor) and weight.dtype in HALVES:
+            for name, value in entry.items():
+                if name != "step" and isinstance(value, Tensor):
+                    entry[name] = cast(value, weight.dtype)
 
 
 def amp_optimizer_class(cls: type) -> type:
@@ -204,7 +242,8 @@ def amp_optimizer_class(cls: type) -> type:
     known = _classes.get(cls)
     made = None if known is None else known()
     if made is None:
-        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        body["_amp_original"] = cls
         metaclass: Any = type(cls)
         made = metaclass(cls.__name__, (AmpOptimizer, cls), body)
         _classes[cls] = weakref.ref(made)
@@ -255,7 +294,7 @@ def _push(bucket: Bucket) -> None:
 def _refuse_converted(optimizer: AmpOptimizer, bucket: Bucket) -> None:
     if bucket.low is None:
         return
-    want = bucket.low.buffers[0].dtype  # type: ignore[union-attr]
+    want = bucket.half
     for index, weight in enumerate(bucket.weights):
         low = low_of(weight)
         if low is not None and low.dtype != want:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from npuamp_fn.apex.amp.inputs import cast_values
-from npuamp_fn.apex.masters import HALVES, attach, master_of, slot_of, synchronise
-from npuamp_fn.apex.storage import alias
+from npuamp_fn.apex.masters import HALVES, attach, master_of, set_data, slot_of, synchronise
 
 __all__ = ["AmpModule", "Scope", "amp_class", "is_initialized", "original_class", "switch"]
 
@@ -21,8 +21,9 @@ __all__ = ["AmpModule", "Scope", "amp_class", "is_initialized", "original_class"
 class Scope:
     """What calls of one initialized module do."""
 
-    compute: torch.dtype | None = None  # inputs are cast to it
+    wanted: torch.dtype | None = None  # dtype of the model
     output: torch.dtype | None = None
+    compute: torch.dtype | None = None  # inputs are cast to it: `wanted`, unless the model was converted since
 
 
 class AmpModule(nn.Module):
@@ -48,6 +49,34 @@ class AmpModule(nn.Module):
             master = master_of(parameter)
             if master is not None:
                 master.grad = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict, in float32: masters stand for their half parameters."""
+        _switch_newcomers(self)
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict; masters and half parameters both follow."""
+        _switch_newcomers(self)
+        return super().load_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        exact = {n: exact_value(p) for n, p in self._parameters.items() if p is not None and slot_of(p) is not None}
+        result = super()._apply(fn, recurse)
+        for name, value in exact.items():
+            parameter: Any = self._parameters[name]
+            slot = slot_of(parameter)
+            if slot is None or parameter.is_meta:
+                continue
+            if parameter.dtype not in HALVES:  # model.float(): the exact weights
+                parameter.detach().copy_(value)
+            if slot.master.device != parameter.device:
+                set_data(slot.master, slot.master.detach().to(parameter.device))
+        scope = self.__dict__.get("_amp_scope")
+        if scope is not None and scope.wanted in HALVES:
+            half = any(parameter.dtype == scope.wanted for parameter in self.parameters())
+            self.__dict__["_amp_scope"] = replace(scope, compute=scope.wanted if half else None)
+        return result
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -77,15 +106,13 @@ class AmpModule(nn.Module):
             synchronise(parameter)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        if isinstance(reduced, str) or len(reduced) < 3:
-            return reduced
-        make, arguments, state, *rest = reduced
-        arguments = tuple(original_class(a) if a is type(self) else a for a in arguments)
+        _switch_newcomers(self)
+        reduced = reduce_as_original(self, super().__reduce_ex__(protocol), amp_class)
         exact = {n: exact_value(p) for n, p in self._parameters.items() if p is not None and slot_of(p) is not None}
-        if exact and isinstance(state, dict):
-            state = {**state, "_amp_exact": {name: value.detach().clone() for name, value in exact.items()}}
-        return (_rebuild, (make, arguments), state, *rest)
+        if exact and len(reduced) > 2 and isinstance(reduced[2], dict):
+            state = {**reduced[2], "_amp_exact": {name: value.detach().clone() for name, value in exact.items()}}
+            return (*reduced[:2], state, *reduced[3:])
+        return reduced
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the module; exact weights become masters again, unless its optimizer brought them already."""
@@ -102,15 +129,19 @@ def exact_value(parameter: Tensor) -> Tensor:
     """Return the float32 value of a parameter: its master where it has one, sharing memory with it."""
     synchronise(parameter)
     master = master_of(parameter)
-    if master is None:
+    if master is None or parameter.dtype not in HALVES:
         return parameter.detach().float() if parameter.dtype in HALVES else parameter.detach()
     if master.device != parameter.device:
         return master.detach().to(parameter.device)
-    return alias(master.detach())
+    return master.detach()  # shares its version counter: writes into it are seen
 
 
 def scoped(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     """Call a module's function inside its scope."""
+    if not torch.compiler.is_compiling():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                synchronise(parameter)
     scope = module.__dict__.get("_amp_scope")
     if scope is None:
         return call(*args, **kwargs)
@@ -139,6 +170,7 @@ def amp_class(cls: type) -> type:
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
+            "_amp_original": cls,
         }
         metaclass: Any = type(cls)
         made = metaclass(cls.__name__, (AmpModule, cls), body)
@@ -147,8 +179,8 @@ def amp_class(cls: type) -> type:
 
 
 def original_class(cls: type) -> type:
-    """Return the class an initialized module had before."""
-    return cls.__mro__[2] if issubclass(cls, AmpModule) and cls is not AmpModule else cls
+    """Return the class an initialized module or optimizer had before."""
+    return cls.__dict__.get("_amp_original", cls)
 
 
 def switch(module: nn.Module) -> None:
@@ -163,7 +195,27 @@ def is_initialized(module: nn.Module) -> bool:
     return isinstance(module, AmpModule)
 
 
-def _rebuild(make: Any, arguments: Any) -> Any:
+def reduce_as_original(value: Any, reduced: Any, switched: Callable[[type], type]) -> Any:
+    """Turn what ``__reduce_ex__`` returned into something that names the original class and switches on rebuilding."""
+    if isinstance(reduced, str):
+        return reduced
+    make, arguments, *rest = reduced
+    arguments = tuple(original_class(a) if a is type(value) else a for a in arguments)
+    return (_rebuild, (switched, make, arguments), *rest)
+
+
+def _rebuild(switched: Callable[[type], type], make: Any, arguments: Any) -> Any:
     made = make(*arguments)
-    made.__class__ = amp_class(type(made))
+    made.__class__ = switched(type(made))
     return made
+
+
+def _switch_newcomers(root: nn.Module) -> None:
+    """Switch modules registered after initialization that hold parameters with masters."""
+    if "_amp_scope" not in root.__dict__:
+        return
+    for child in root.modules():
+        if not isinstance(child, (AmpModule, torch.jit.ScriptModule)) and any(
+            parameter is not None and slot_of(parameter) is not None for parameter in child._parameters.values()
+        ):
+            child.__class__ = amp_class(type(child))
