@@ -109,7 +109,7 @@ class RowSegments:
     """Tensors stored as rows of a flat buffer: elements have shape [rows, ROW]."""
 
     def __init__(self, rows_per_tensor: Sequence[int], device: torch.device, real: Tensor | None = None) -> None:
-        self._rows = list(rows_per_tensor)
+        self.rows_per_tensor = tuple(rows_per_tensor)
         self._device = device
         self._real = real
         self._index: Tensor | None = None  # made when first asked for: element-wise rules never ask
@@ -120,7 +120,7 @@ class RowSegments:
             raise ValueError("rule: sums per row need tensors in their own shape: make it Rule(..., whole_leaves=True)")
         if self._real is not None:
             x = torch.where(self._real, x, 0.0)
-        start = torch.zeros(len(self._rows), dtype=torch.float64, device=x.device)
+        start = torch.zeros(len(self.rows_per_tensor), dtype=torch.float64, device=x.device)
         return start.index_add(0, self._tensor_of_row(), x.sum(dim=1).double()).to(x.dtype)
 
     def expand(self, value: Tensor) -> Tensor:
@@ -136,15 +136,15 @@ class RowSegments:
             return value
         last = value.shape[0] - 1
         if last < 0:
-            return torch.zeros(len(self._rows), dtype=value.dtype, device=value.device)
-        firsts = [min(first, last) for first in accumulate([0, *self._rows[:-1]])]
+            return torch.zeros(len(self.rows_per_tensor), dtype=value.dtype, device=value.device)
+        firsts = [min(first, last) for first in accumulate((0, *self.rows_per_tensor[:-1]))]
         return value.squeeze(1).index_select(0, torch.tensor(firsts, device=value.device))
 
     def _tensor_of_row(self) -> Tensor:
         if self._index is None:
-            index = torch.arange(len(self._rows), device=self._device)
-            counts = torch.tensor(self._rows, device=self._device)
-            self._index = index.repeat_interleave(counts, output_size=sum(self._rows))
+            index = torch.arange(len(self.rows_per_tensor), device=self._device)
+            counts = torch.tensor(self.rows_per_tensor, dtype=torch.int64, device=self._device)
+            self._index = index.repeat_interleave(counts, output_size=sum(self.rows_per_tensor))
         return self._index
 
 
@@ -234,7 +234,5 @@ def addcmul(start: Tensor, a: Tensor, b: Tensor, value: Any) -> Tensor:
 
 
 def addcdiv(start: Tensor, a: Tensor, b: Tensor, value: Any = 1) -> Tensor:
-    """Return ``start + value * a / b``."""
-    if isinstance(value, Tensor):
-        return start + coefficient(value, start) * a / b
-    return torch.addcdiv(start, a, b, value=value)
+    """Return ``start + value * a / b``, written out: Dynamo replaces torch.addcdiv by another order of operations."""
+    return start + (a if not isinstance(value, Tensor) and value == 1 else scaled(a, value)) / b

@@ -1,10 +1,11 @@
 """Update rules, and what combines them."""
 
+from npuamp_fn.optim import schedules
 from npuamp_fn.optim.adadelta import adadelta
 from npuamp_fn.optim.adagrad import adagrad
 from npuamp_fn.optim.adam import adam, adamw
 from npuamp_fn.optim.adamp import adamp
-from npuamp_fn.optim.base import Optimizer, OptimizerState
+from npuamp_fn.optim.base import Hyper, Optimizer, OptimizerState
 from npuamp_fn.optim.bert_adam import bert_adam
 from npuamp_fn.optim.clip import clip_by_global_norm
 from npuamp_fn.optim.lamb import lamb
@@ -15,6 +16,7 @@ from npuamp_fn.optim.sgd import sgd
 from npuamp_fn.optim.wrappers import chain, with_master_weights
 
 __all__ = [
+    "Hyper",
     "Optimizer",
     "OptimizerState",
     "adadelta",
@@ -30,6 +32,7 @@ __all__ = [
     "novograd",
     "rmsprop",
     "rmsprop_tf",
+    "schedules",
     "sgd",
     "with_master_weights",
 ]
