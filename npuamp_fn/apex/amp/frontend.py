@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from npuamp_fn.apex.amp._amp_state import _amp_state, maybe_print
+from npuamp_fn.apex.amp.amp import AmpHandle, process_wide
 from npuamp_fn.apex.amp.models import check_models, convert_model
 from npuamp_fn.apex.amp.optimizer import adopt, unwrap
 from npuamp_fn.apex.amp.properties import BRIEFS, Properties, properties_for
+from npuamp_fn.apex.amp.registry import operation_table
 from npuamp_fn.apex.amp.scaler import LossScaler
 
 __all__ = ["initialize", "load_state_dict", "state_dict"]
@@ -52,7 +54,8 @@ def initialize(
             "O3" half model.
         cast_model_type: The dtype of the model: ``torch.float16`` (preset of O2 and O3) or ``torch.bfloat16``;
             ``False`` casts nothing. With bfloat16 the loss is not scaled unless ``loss_scale`` says so.
-        patch_torch_functions: Override of O1's operation casts.
+        patch_torch_functions: ``False`` leaves O1 without operation casts; ``True`` casts in the whole process, not
+            only in these models, until ``_amp_state.handle._deactivate()``.
         keep_batchnorm_fp32: Whether batch norm stays float32.
         master_weights: Whether optimizers update float32 masters.
         loss_scale: A number, or "dynamic"; ``None`` is the level's preset.
@@ -111,8 +114,6 @@ def initialize(
     scalers = [
         LossScaler(properties.loss_scale, *scale_options, min_loss_scale, max_loss_scale) for _ in range(num_losses)
     ]
-    if opt_level == "O1" and properties.patch_torch_functions:
-        raise NotImplementedError("amp.initialize: opt_level='O1' is not built yet; use 'O2'")
 
     _amp_state.verbosity = verbosity
     _announce(opt_level, preset, properties)
@@ -127,6 +128,12 @@ def initialize(
     keep_masters = bool(properties.master_weights) and bool(optimizer_list)
     for model in model_list:
         convert_model(model, properties, cast_model_outputs, keep_masters)
+    if properties.opt_level == "O1" and properties.patch_torch_functions:
+        if patch_torch_functions:  # asked for by name: apex's casts in the whole process
+            half = properties.cast_model_type == torch.bfloat16
+            process_wide(operation_table(), torch.bfloat16 if half else torch.float16)
+        else:
+            _amp_state.handle = AmpHandle(properties.loss_scale, models=model_list)
     for optimizer in inner:
         adopt(optimizer, properties, scalers)
     return models if optimizers is None else (models, optimizers)

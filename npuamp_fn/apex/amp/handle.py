@@ -13,6 +13,8 @@ from npuamp_fn import cast
 from npuamp_fn.apex.amp._amp_state import _amp_state
 from npuamp_fn.apex.amp.gradients import collect, prepare, restore
 from npuamp_fn.apex.amp.optimizer import AmpOptimizer, unwrap
+from npuamp_fn.apex.amp.registry import operation_table
+from npuamp_fn.transforms.op_cast import OpCasts
 
 __all__ = ["scale_loss"]
 
@@ -67,7 +69,8 @@ def scale_loss(
         return
     fresh = [optimizer for optimizer in ours if _begin(optimizer, state)]
     try:
-        yield state.scale(cast(loss, torch.float32))
+        with _casts_in_backward(properties):
+            yield state.scale(cast(loss, torch.float32))
     except BaseException:
         for optimizer in fresh:
             restore(optimizer)
@@ -87,6 +90,14 @@ def scale_loss(
         for optimizer in ours:
             if optimizer._amp_stash.skip is None:
                 optimizer._amp_stash.skip = (loss_id, scaler)
+
+
+def _casts_in_backward(properties: Any) -> Any:
+    # Reentrant checkpoints recompute inside the backward pass what was cast in the forward pass.
+    if not properties.patch_torch_functions:
+        return contextlib.nullcontext()
+    low = properties.cast_model_type if properties.cast_model_type == torch.bfloat16 else torch.float16
+    return OpCasts(operation_table(), low, backward_only=True)
 
 
 def _begin(optimizer: Any, state: Any) -> bool:

@@ -53,7 +53,7 @@ def convert_model(
 ) -> nn.Module:
     """Cast a model in place as the options say, and switch its modules into initialized classes."""
     dtype = properties.cast_model_type
-    if dtype in HALVES:
+    if dtype in HALVES and properties.opt_level != "O1":
         for module in model.modules():
             if properties.keep_batchnorm_fp32 and isinstance(module, nn.modules.batchnorm._BatchNorm):
                 continue
@@ -65,6 +65,15 @@ def convert_model(
                 # running statistics stay float32, except beside half batch-norm weights, where torch refuses the mix
                 module._buffers.update({name: _cast_buffer(buffer, dtype) for name, buffer in module._buffers.items()})
     switch(model)
+    if properties.opt_level == "O1":
+        low = (dtype if dtype in HALVES else torch.float16) if properties.patch_torch_functions else None
+        for module in model.modules():
+            if low is not None:
+                module.__dict__["_amp_scope"] = Scope(None, output or torch.float32, None, low)
+        wide = torch.float32 if dtype == torch.float32 else None
+        if low is None or wide is not None:
+            model.__dict__["_amp_scope"] = Scope(None, output or wide, wide, low)
+        return model
     scope: Any = Scope(dtype, output or torch.float32, dtype) if dtype else Scope(None, output)
     model.__dict__["_amp_scope"] = scope
     return model

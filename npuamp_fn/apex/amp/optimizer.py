@@ -16,6 +16,7 @@ from npuamp_fn.apex.amp.switch import reduce_as_original
 from npuamp_fn.apex.masters import HALVES, LowParameter, MasterParameter, as_master, link, low_of
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer, load_keeping_groups
 from npuamp_fn.apex.storage import Bucket, Member, Storage
+from npuamp_fn.transforms import op_cast
 
 __all__ = ["AmpOptimizer", "Stash", "adopt", "unwrap"]
 
@@ -115,10 +116,13 @@ class AmpOptimizer(torch.optim.Optimizer):
             _refuse_converted(self, bucket)
             if not fused:
                 bucket.follow_edits()
-        if closure is None:
+        if closure is not None:
+            args = (_Again(closure, loss, self, buckets), *args)
+        if op_cast.current() is None:
             result = super().step(*args, **kwargs)
         else:
-            result = super().step(_Again(closure, loss, self, buckets), *args, **kwargs)
+            with op_cast.disable_casts():
+                result = super().step(*args, **kwargs)
         for bucket in buckets:
             if not fused:
                 _push(bucket)

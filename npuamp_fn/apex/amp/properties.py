@@ -113,6 +113,11 @@ def _cast_model_type(p: Properties, value: Any) -> Any:
             f"cast_model_type: expected torch.float16, torch.bfloat16, torch.float32 or False, found {value!r} of type "
             f"{type(value).__name__}"
         )
+    if p.opt_level == "O1" and value == torch.float16:
+        warn_or_err(
+            "O1 casts operations to float16 and leaves the weights alone: cast_model_type must be None, False, "
+            "torch.float32, or torch.bfloat16 to cast operations to that."
+        )
     return value
 
 

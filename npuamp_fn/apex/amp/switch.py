@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from npuamp_fn.apex.amp.inputs import cast_values
+from npuamp_fn.apex.amp.registry import operation_table
 from npuamp_fn.apex.masters import HALVES, attach, master_of, set_data, slot_of, synchronise
+from npuamp_fn.transforms import op_cast
 
-__all__ = ["AmpModule", "Scope", "amp_class", "is_initialized", "original_class", "switch"]
+__all__ = ["AmpModule", "Scope", "amp_class", "is_initialized", "original_class", "switch", "unscope"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Scope:
     wanted: torch.dtype | None = None  # dtype of the model
     output: torch.dtype | None = None
     compute: torch.dtype | None = None  # inputs are cast to it: `wanted`, unless the model was converted since
+    low: torch.dtype | None = None  # operations are cast one by one, with this as the low dtype
 
 
 class AmpModule(nn.Module):
@@ -145,8 +148,17 @@ def scoped(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     scope = module.__dict__.get("_amp_scope")
     if scope is None:
         return call(*args, **kwargs)
-    args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
-    return cast_values(call(*args, **kwargs), scope.output)
+    if scope.low is None:
+        args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
+        return cast_values(call(*args, **kwargs), scope.output)
+    if op_cast.current() is not None:  # nested: the outermost call's scope rules
+        return call(*args, **kwargs)
+    if scope.compute is not None:
+        args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
+    with op_cast.OpCasts(operation_table(), scope.low):
+        output = call(*args, **kwargs)
+    # A checkpoint recomputes sub-modules as outermost calls of the backward pass; their outputs were not cast before.
+    return output if op_cast.in_backward() else cast_values(output, scope.output)
 
 
 _classes: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
@@ -188,6 +200,15 @@ def switch(module: nn.Module) -> None:
     for child in module.modules():
         if not isinstance(child, (AmpModule, torch.jit.ScriptModule)):
             child.__class__ = amp_class(type(child))
+            becomes = getattr(child, "cls_to_become", None)  # lazy modules change their class at the first call
+            if isinstance(becomes, type):
+                child.__dict__["cls_to_become"] = amp_class(becomes)
+
+
+def unscope(model: nn.Module) -> None:
+    """Let a model compute as its own class does; what its parameters are stored in stays."""
+    for module in model.modules():
+        module.__dict__.pop("_amp_scope", None)
 
 
 def is_initialized(module: nn.Module) -> bool:
@@ -212,7 +233,8 @@ def _rebuild(switched: Callable[[type], type], make: Any, arguments: Any) -> Any
 
 def _switch_newcomers(root: nn.Module) -> None:
     """Switch modules registered after initialization that hold parameters with masters."""
-    if "_amp_scope" not in root.__dict__:
+    scope = root.__dict__.get("_amp_scope")
+    if scope is None or scope.low is not None:
         return
     for child in root.modules():
         if not isinstance(child, (AmpModule, torch.jit.ScriptModule)) and any(

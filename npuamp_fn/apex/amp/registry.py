@@ -1,0 +1,54 @@
+"""Which precision each operation runs in at O1: the built-in table with what scripts registered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from npuamp_fn import APEX_OPS, OpTable, float_function, half_function, promote_function
+from npuamp_fn.op_names import name_of
+
+__all__ = ["operation_table", "register_float_function", "register_half_function", "register_promote_function"]
+
+_tables = [APEX_OPS]  # the table in force; edited by registrations
+
+
+def operation_table() -> OpTable:
+    """Return the table that calls made now follow."""
+    return _tables[0]
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Run a function in half precision at O1, from the next call on; the last registration of a function counts.
+
+    Args:
+        module: Where the function is found: ``torch``, ``torch.nn.functional``, ``torch.Tensor``, a module of yours.
+        name: Its name there.
+
+    Raises:
+        ValueError: the module has no such function.
+    """
+    _register(module, name, "low", half_function)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Run a function in float32 at O1; see :func:`register_half_function`."""
+    _register(module, name, "full", float_function)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Run a function on the widest dtype of its inputs at O1; see :func:`register_half_function`."""
+    _register(module, name, "promote", promote_function)
+
+
+def _register(module: Any, name: str, rule: str, decorate: Any) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {module}.")
+    function = getattr(module, name)
+    try:
+        known = isinstance(name_of(function), str)
+    except TypeError:
+        known = False
+    if known:
+        _tables[0] = getattr(_tables[0], rule)(function)
+    else:  # a function that torch's dispatch does not show: it carries its rule itself
+        setattr(module, name, decorate(function))
