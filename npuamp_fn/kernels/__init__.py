@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from npuamp_fn.kernels import aten, reference
+from npuamp_fn.kernels import aten, compiled, reference
 from npuamp_fn.kernels.rule import Item, Result, Rule, Slot, Step
 
-__all__ = ["KERNELS", "Item", "Result", "Rule", "Slot", "Step", "choose", "run"]
+__all__ = ["KERNELS", "WORTH_COMPILING", "Item", "Result", "Rule", "Slot", "Step", "choose", "run"]
 
-KERNELS = ("auto", "reference", "aten")
+KERNELS = ("auto", "reference", "aten", "compiled")
+WORTH_COMPILING = 2**20
+"""Elements from which "auto" compiles: the first kernel of a process costs seconds, a small update microseconds."""
 
 
 def choose(kernel: str, rule: Rule, items: list[Item]) -> tuple[str, str]:
@@ -18,15 +20,28 @@ def choose(kernel: str, rule: Rule, items: list[Item]) -> tuple[str, str]:
     """
     if kernel == "reference":
         return "reference", "asked for"
-    refusal = aten.refusal(rule, items)
-    if refusal is None:
-        return "aten", "asked for" if kernel == "aten" else f"torch's fused operator for {rule.name}"
-    if kernel == "aten":
-        raise ValueError(f"kernel='aten' cannot run {rule.name} here: {refusal}; use kernel='auto'")
-    return "reference", refusal
+    if kernel in ("aten", "compiled"):
+        refusal = (aten if kernel == "aten" else compiled).refusal(rule, items)
+        if refusal is not None:
+            raise ValueError(f"kernel={kernel!r} cannot run {rule.name} here: {refusal}; use kernel='auto'")
+        return kernel, "asked for"
+    no_compiled = compiled.refusal(rule, items)
+    if no_compiled is None and sum(item.param.numel() for item in items) < WORTH_COMPILING:
+        no_compiled = f"fewer than {WORTH_COMPILING} elements: compiling costs more than it saves"
+    if no_compiled is None:
+        return "compiled", "one pass over memory"
+    no_aten = aten.refusal(rule, items)
+    if no_aten is None:
+        return "aten", f"torch's fused operator for {rule.name}; not compiled: {no_compiled}"
+    return "reference", f"not compiled: {no_compiled}; not aten: {no_aten}"
 
 
 def run(kernel: str, step: Step, items: list[Item]) -> list[Result]:
-    """Update all items with the kernel that fits."""
+    """Update all items with the kernel that fits; if it cannot be compiled, with the next best one."""
     name, _ = choose(kernel, step.rule, items)
+    if name == "compiled":
+        results = compiled.run(step, items)
+        if results is not None:
+            return results
+        name, _ = choose("auto", step.rule, items)
     return (aten if name == "aten" else reference).run(step, items)

@@ -28,6 +28,7 @@ __all__ = [
     "lerp",
     "present",
     "scaled",
+    "shifted",
 ]
 
 
@@ -46,7 +47,8 @@ class Rule:
     Everything arrives in the compute dtype (float32; float64 for float64 parameters). ``count`` is the number of
     this step, from 1: an integer tensor of shape [], or one that broadcasts against the rows of a flat buffer.
     ``hyper`` has the hyper-parameters as attributes: Python numbers, or float64 tensors that broadcast likewise; use
-    :func:`coefficient`, :func:`lerp`, :func:`addcmul`, :func:`addcdiv` to combine them with elements. ``seg`` gives
+    :func:`coefficient`, :func:`lerp`, :func:`addcmul`, :func:`addcdiv` or
+    :func:`shifted` to combine them with elements. ``seg`` gives
     whole-tensor sums. Slots of one value per tensor arrive as ``seg.sum`` gives them.
     """
 
@@ -211,6 +213,11 @@ def coefficient(value: Any, like: Tensor) -> Any:
 def scaled(x: Tensor, factor: Any) -> Tensor:
     """Return ``x * factor``."""
     return x * coefficient(factor, x)
+
+
+def shifted(x: Tensor, amount: Any) -> Tensor:
+    """Return ``x + amount``."""
+    return x + coefficient(amount, x)
 
 
 def add_scaled(x: Tensor, y: Tensor, factor: Any) -> Tensor:

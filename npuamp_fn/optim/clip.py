@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from npuamp_fn.loss_scale import global_norm
+from npuamp_fn.kernels.reduce import global_norm
 
 __all__ = ["ClipByGlobalNorm", "clip_by_global_norm"]
 

@@ -18,7 +18,9 @@ def fused_update(optimizer: Optimizer, donate: bool = False, kernel: str = "auto
         optimizer: Any optimizer.
         donate: Whether ``update`` consumes ``params`` and the state: they are updated in place and must be
             rebound to what it returns. Without it new tensors are made.
-        kernel: "auto", "reference" (the rule's text, eager) or "aten" (torch's fused operators, Adam family).
+        kernel: "reference" (the rule's text, eager), "aten" (torch's fused operators, Adam family), "compiled" (the
+            rule's text compiled into one pass over a FlatTree's buffers), or "auto": compiled for buffers of 2**20
+            elements and more, else aten, else reference.
 
     Returns:
         An optimizer; on a FlatTree its update is one call per buffer.
@@ -43,14 +45,16 @@ def fused_update(optimizer: Optimizer, donate: bool = False, kernel: str = "auto
 def explain(optimizer: Optimizer, params: Any) -> str:
     """Say which kernel will update which parameters, and why.
 
-    >>> print(explain(fused_update(optim.sgd(0.1)), flatten({"w": torch.ones(3)})))
-    sgd: kernel reference (torch has no fused operator for sgd), 1 call on float32 buffers of 1 tensors, new tensors
+    >>> print(explain(fused_update(optim.adamw(1e-3)), {"w": torch.ones(3)}))
+    adamw: kernel aten, 1 float32 tensors one by one, new tensors
+    because: torch's fused operator for adamw; not compiled: the parameters are separate tensors; flatten(params) would
+    make it one pass
     """
     name, reason, items = optimizer.choice(params)
     dtypes = ", ".join(dict.fromkeys(str(item.param.dtype).removeprefix("torch.") for item in items))
     where = "updated in place" if optimizer.donate else "new tensors"
     if isinstance(params, FlatTree):
-        shape = f"{len(items)} call on {dtypes} buffers of {len(params.layout.segments)} tensors"
+        shape = f"{len(params.layout.segments)} tensors in {len(items)} {dtypes} buffers"
     else:
-        shape = f"{len(items)} {dtypes} tensors one by one; flatten(params) would make it one call"
-    return f"{optimizer.rule.name}: kernel {name} ({reason}), {shape}, {where}"
+        shape = f"{len(items)} {dtypes} tensors one by one"
+    return f"{optimizer.rule.name}: kernel {name}, {shape}, {where}\nbecause: {reason}"

@@ -11,12 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from npuamp_fn.kernels.reduce import all_finite
 from npuamp_fn.loss_scale import (
     DynamicLossScale,
     NoOpLossScale,
     ScaledGrads,
     StaticLossScale,
-    all_finite,
     to_float32,
 )
 from npuamp_fn.transforms.grad import GradFn, RawGrads

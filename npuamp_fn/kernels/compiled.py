@@ -1,0 +1,203 @@
+"""The compiled kernel: a rule's text as one pass over memory, for the rows of a flat buffer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from npuamp_fn.flat import ROW
+from npuamp_fn.kernels import reference
+from npuamp_fn.kernels.inductor import compile_once, unavailable
+from npuamp_fn.kernels.rule import Item, Result, RowSegments, Rule, Step, compute_dtype
+from npuamp_fn.tracing import under_transform
+
+__all__ = ["refusal", "run"]
+
+
+def refusal(rule: Rule, items: list[Item]) -> str | None:
+    """Say why this kernel cannot run an update, or return ``None`` if it can."""
+    if under_transform():
+        return "under a transform or inside a compiled region the rule's own text is traced"
+    if rule.whole_leaves:
+        return f"{rule.name} needs tensors in their own shape"
+    for item in items:
+        if not isinstance(item.segments, RowSegments):
+            return "the parameters are separate tensors; flatten(params) would make it one pass"
+        if item.param.device.type not in ("cpu", "cuda"):
+            return f"`{item.path}` is on {item.param.device.type}, and compiled kernels serve CPU and CUDA"
+    return unavailable()
+
+
+def run(step: Step, items: list[Item]) -> list[Result] | None:
+    """Update all items; where ``finite`` is False nothing changes, bit for bit.
+
+    Returns:
+        The results, or ``None`` if the kernel could not be compiled; then nothing was touched.
+    """
+    calls = []
+    for item in items:
+        signature = _Signature.of(step, item)
+        kernel = _kernel(signature)
+        if kernel is None:
+            return None
+        calls.append((kernel, signature))
+    return [_call(kernel, signature, step, item) for (kernel, signature), item in zip(calls, items, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """Everything that compiled code depends on; sizes, and numbers other than 0, are arguments."""
+
+    rule: Rule
+    hyper: tuple[tuple[str, Any], ...]  # name -> "tensor", "vector", or a static value
+    slots: tuple[tuple[str, torch.dtype], ...]
+    grad: torch.dtype
+    param: torch.dtype
+    has_master: bool
+    has_factor: bool
+    has_real: bool
+    finite: int | None  # dimensions
+    count: int
+    donate: bool
+    device: torch.device
+
+    @classmethod
+    def of(cls, step: Step, item: Item) -> _Signature:
+        return cls(
+            rule=step.rule,
+            hyper=tuple((name, _kind(value)) for name, value in item.hyper.items()),
+            slots=tuple((name, slot.dtype) for name, slot in item.slots.items()),
+            grad=item.grad.dtype,
+            param=item.param.dtype,
+            has_master=item.master is not None,
+            has_factor=step.factor is not None,
+            has_real=item.real is not None,
+            finite=None if item.finite is None else item.finite.dim(),
+            count=item.count.dim(),
+            donate=step.donate,
+            device=item.param.device,
+        )
+
+    def flatten(self, factor: Tensor | None, item: Item, rows: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+        """Return the tensors of an item as the kernel's arguments."""
+        tensors = [item.grad, item.param, *item.slots.values(), item.count, *rows]
+        tensors += [x for x in (item.master, factor, item.real, item.finite) if x is not None]
+        numbers = [_tensor(item.hyper[name], self.device) for name, kind in self.hyper if kind in ("tensor", "vector")]
+        return tensors + numbers
+
+    def unflatten(self, tensors: Iterator[Tensor]) -> tuple[Tensor | None, Item]:
+        """Return the factor and the item that these arguments stand for."""
+        grad, param = next(tensors), next(tensors)
+        slots = {name: next(tensors) for name, _ in self.slots}
+        count, rows = next(tensors), (next(tensors), next(tensors), next(tensors))
+        master = next(tensors) if self.has_master else None
+        factor = next(tensors) if self.has_factor else None
+        real = next(tensors) if self.has_real else None
+        finite = next(tensors) if self.finite is not None else None
+        hyper = {name: next(tensors) if kind in ("tensor", "vector") else kind for name, kind in self.hyper}
+        segments = _TracedSegments(*rows)
+        return factor, Item("", grad, param, slots, master, count, hyper, finite, segments, real)
+
+
+class _TracedSegments:
+    """RowSegments whose row lengths are tensors, so that one kernel serves every layout."""
+
+    def __init__(self, tensor_of_row: Tensor, rows_per_tensor: Tensor, first_row: Tensor) -> None:
+        self._tensor_of_row, self._rows_per_tensor, self._first_row = tensor_of_row, rows_per_tensor, first_row
+
+    def sum(self, x: Tensor, per: str = "tensor") -> Tensor:
+        del per  # rules with sums per row run on whole leaves
+        sums = x.sum(dim=1).double()
+        return torch.segment_reduce(sums, "sum", lengths=self._rows_per_tensor, unsafe=True).to(x.dtype)
+
+    def expand(self, value: Tensor) -> Tensor:
+        return value if value.dim() == 0 else value.index_select(0, self._tensor_of_row).unsqueeze(1)
+
+    def per_tensor(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return value.squeeze(1).index_select(0, self._first_row)
+
+
+@functools.cache
+def _kernel(signature: _Signature) -> Callable[..., Any] | None:
+    return compile_once(functools.partial(_update, signature), _example(signature))
+
+
+def _update(signature: _Signature, *tensors: Tensor) -> list[Tensor]:
+    """Run the reference kernel's steps on traced tensors."""
+    factor, item = signature.unflatten(iter(tensors))
+    (result,) = reference.run(Step(signature.rule, factor, signature.donate), [item])
+    if signature.donate:
+        return [item.count + 0]  # a graph needs an output
+    outputs = [result.param, *result.slots.values()]
+    return outputs if result.master is None else [*outputs, result.master]
+
+
+def _example(signature: _Signature) -> list[Tensor]:
+    rows, tensors = 5, 3  # sizes that differ: equal ones would be taken for the same
+    device = signature.device
+    full = compute_dtype(signature.param)
+    per_tensor = {slot.name for slot in signature.rule.slots if slot.per == "tensor"}
+
+    def elements(dtype: torch.dtype) -> Tensor:
+        return torch.ones(rows, ROW, dtype=dtype, device=device)
+
+    def value(dims: int, dtype: torch.dtype) -> Tensor:
+        return torch.ones((tensors,) * dims, dtype=dtype, device=device)
+
+    item = Item(
+        path="",
+        grad=elements(signature.grad),
+        param=elements(signature.param),
+        slots={name: value(1, dtype) if name in per_tensor else elements(dtype) for name, dtype in signature.slots},
+        master=elements(torch.float32) if signature.has_master else None,
+        count=value(signature.count, torch.int32),
+        hyper={n: value(k == "vector", torch.float64) if k in ("tensor", "vector") else k for n, k in signature.hyper},
+        finite=None if signature.finite is None else value(signature.finite, torch.bool),
+        segments=RowSegments([2, 2, 1], device),
+        real=elements(torch.bool) if signature.has_real else None,
+    )
+    factor = torch.ones((), dtype=torch.float32 if signature.has_master else full, device=device)
+    return signature.flatten(factor if signature.has_factor else None, item, _row_tensors((2, 2, 1), device))
+
+
+def _call(kernel: Callable[..., Any], signature: _Signature, step: Step, item: Item) -> Result:
+    segments = cast(RowSegments, item.segments)  # `refusal` saw to it
+    rows = _row_tensors(segments.rows_per_tensor, item.param.device)
+    outputs = kernel(*signature.flatten(step.factor, item, rows))
+    if step.donate:
+        return Result(item.param, item.slots, item.master)
+    param, *others = outputs
+    slots = dict(zip(item.slots, others, strict=False))
+    return Result(param, slots, others[-1] if signature.has_master else None)
+
+
+@functools.lru_cache(maxsize=64)
+def _row_tensors(rows_per_tensor: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    counts = torch.tensor(rows_per_tensor, device=device)
+    tensor_of_row = torch.arange(len(rows_per_tensor), device=device).repeat_interleave(counts)
+    # An empty tensor has no row; it gets a neighbour's, whose value nobody sees.
+    first_row = (counts.cumsum(0) - counts).clamp(max=max(len(tensor_of_row) - 1, 0))
+    return tensor_of_row, counts, first_row
+
+
+@functools.lru_cache(maxsize=1024)
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=device)
+
+
+def _tensor(value: Any, device: torch.device) -> Tensor:
+    return value.to(torch.float64) if isinstance(value, Tensor) else _number(float(value), device)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return "vector" if value.dim() else "tensor"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return "tensor" if is_number and value != 0 else value

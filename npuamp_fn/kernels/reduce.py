@@ -1,0 +1,83 @@
+"""Norm and finite test of large buffers in one read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuamp_fn import loss_scale
+from npuamp_fn.flat import FlatTree
+from npuamp_fn.kernels.inductor import compile_once
+from npuamp_fn.tracing import under_transform
+
+__all__ = ["WORTH_COMPILING", "all_finite", "global_norm"]
+
+WORTH_COMPILING = 2**20
+"""Elements from which a compiled pass is used: compiling costs seconds, a small reduction microseconds."""
+
+_STREAMS = 8  # one stream of loads does not fill the memory bus: eight are 1.5 times faster, and more accurate
+_TINY = 2.0**-96  # squares of (x * _TINY) cannot overflow for finite x
+
+
+def all_finite(tree: Any, factor: Tensor | None = None) -> Tensor:
+    """Tell whether all float leaves, times ``factor``, are finite: as :func:`npuamp_fn.all_finite`, in one read."""
+    norms = _norms(tree, factor)
+    return loss_scale.all_finite(tree, factor) if norms is None else torch.stack([n[1] for n in norms]).all()
+
+
+def global_norm(tree: Any) -> Tensor:
+    """Return the Euclidean norm of all float leaves together: as :func:`npuamp_fn.global_norm`, in one read."""
+    norms = _norms(tree, None)
+    if norms is None:
+        return loss_scale.global_norm(tree)
+    if len(norms) == 1:
+        return norms[0][0]
+    return torch.stack([norm.double() for norm, _ in norms]).square().sum().sqrt().float()
+
+
+def _norms(tree: Any, factor: Tensor | None) -> list[tuple[Tensor, Tensor]] | None:
+    # (norm, finite) per buffer, or None where the general code is right.
+    if not isinstance(tree, FlatTree) or under_transform():
+        return None
+    buffers = [buffer for buffer in tree.buffers if buffer is not None]
+    if sum(buffer.numel() for buffer in buffers) < WORTH_COMPILING:
+        return None
+    norms = []
+    for buffer in buffers:
+        if buffer.device.type not in ("cpu", "cuda") or buffer.dim() != 1 or buffer.dtype == torch.float64:
+            return None
+        kernel = _kernel(buffer.dtype, buffer.device)
+        if kernel is None:
+            return None
+        one = _one(buffer.device) if factor is None else factor
+        norms.append(tuple(kernel(buffer.view(_STREAMS, -1), one)))
+    return norms
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, device: torch.device) -> Callable[..., Any] | None:
+    return compile_once(_norm_and_finite, [torch.ones(_STREAMS, 40, dtype=dtype, device=device), _one(device)])
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
+def _norm_and_finite(streams: Tensor, factor: Tensor) -> list[Tensor]:
+    values = [stream.float() * factor for stream in streams.unbind(0)]
+    squares = _sum([value * value for value in values])
+    tiny_squares = _sum([(value * _TINY) * (value * _TINY) for value in values])
+    # Huge but finite values overflow the squares, not the tiny squares; inf and NaN reach both.
+    norm = torch.where(torch.isfinite(squares), squares.sqrt(), tiny_squares.sqrt() / _TINY)
+    return [norm, torch.isfinite(tiny_squares)]
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0].sum()
