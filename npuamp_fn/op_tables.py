@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 from npuamp_fn.op_names import functions_of, name_of
@@ -25,6 +24,9 @@ RULES = {
     "banned": "refused on low-precision arguments",
 }
 Op = str | Callable[..., Any]
+# {__name__: ((function, rule), ...)}: found by name and confirmed by identity, because Dynamo cannot guard a
+# dictionary that is keyed by torch's wrapped operators.
+Lookup = dict[str | None, tuple[tuple[Any, str], ...]]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,15 @@ class OpTable:
 
     name: str
     rules: tuple[tuple[Op, str], ...] = ()
+    # Derived here and not on demand, because compiled regions could not compute them:
+    lookup: Lookup = field(init=False, repr=False, compare=False)  # the rule of every function
+    widened: OpTable = field(init=False, repr=False, compare=False)  # this table with float32 where it says low
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lookup", _lookup(self.rules))
+        widened = tuple((key, "full" if rule == "low" else rule) for key, rule in self.rules)
+        same = widened == self.rules
+        object.__setattr__(self, "widened", self if same else OpTable(f"{self.name}-widened", widened))
 
     def low(self, *ops: Op) -> OpTable:
         """Return a table in which these operations run in the low dtype.
@@ -100,7 +111,7 @@ class OpTable:
         Traceback (most recent call last):
         ValueError: unknown operation 'torch.batm_mm'; nearest: ['torch.baddbmm', 'torch.bmm', 'torch.mm']
         """
-        return self._by_key.get(name_of(op))
+        return dict(self.rules).get(name_of(op))
 
     def __getitem__(self, op: Op) -> str:
         rule = self.get(op)
@@ -134,30 +145,7 @@ class OpTable:
         return f"<OpTable {self.name!r}: {', '.join(f'{n} {rule}' for rule, n in counts.items() if n)}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OpTable, (self.name, self.rules)  # the cached lookup holds functions that do not pickle
-
-    @cached_property
-    def lookup(self) -> dict[str | None, tuple[tuple[Any, str], ...]]:
-        """The rule of every function, as ``{__name__: ((function, rule), ...)}``.
-
-        Keyed by name and confirmed by identity, because Dynamo cannot guard a dictionary that is keyed by
-        torch's wrapped operators.
-        """
-        found: dict[str | None, tuple[tuple[Any, str], ...]] = {}
-        for key, rule in self.rules:
-            for function in functions_of(key):
-                name = getattr(function, "__name__", None)
-                found[name] = (*found.get(name, ()), (function, rule))
-        return found
-
-    @cached_property
-    def widened(self) -> OpTable:
-        """The same table with float32 where it says low: what full-precision functions run under."""
-        return OpTable(f"{self.name}-widened", tuple((k, "full" if r == "low" else r) for k, r in self.rules))
-
-    @cached_property
-    def _by_key(self) -> dict[Op, str]:
-        return dict(self.rules)
+        return OpTable, (self.name, self.rules)  # the lookup holds functions that do not pickle
 
     def _edited(self, rule: str | None, ops: tuple[Op, ...]) -> OpTable:
         rules = dict(self.rules)
@@ -169,6 +157,15 @@ class OpTable:
         if rules == dict(self.rules):
             return self
         return OpTable(f"{self.name.removesuffix('-edited')}-edited", tuple(rules.items()))
+
+
+def _lookup(rules: tuple[tuple[Op, str], ...]) -> Lookup:
+    found: Lookup = {}
+    for key, rule in rules:
+        for function in functions_of(key):
+            name = getattr(function, "__name__", None)
+            found[name] = (*found.get(name, ()), (function, rule))
+    return found
 
 
 def _written(function: Any) -> str:
@@ -209,7 +206,7 @@ APEX_OPS = OpTable(
             # what has no low-precision kernel on some device
             "avg_pool3d affine_grid grid_sampler grid_sampler_2d grid_sampler_3d complex polar view_as_complex "
             "stft istft quantile nanquantile histogram histogramdd histc "
-            "cholesky cholesky_inverse cholesky_solve det geqrf inverse lobpcg logdet lu lu_solve lu_unpack "
+            "cholesky cholesky_inverse cholesky_solve det geqrf inverse logdet lu lu_solve lu_unpack "
             "matrix_exp matrix_power orgqr ormqr pca_lowrank pinverse qr slogdet svd svd_lowrank triangular_solve "
             "linalg.cholesky linalg.cholesky_ex linalg.cond linalg.det linalg.eig linalg.eigh linalg.eigvals "
             "linalg.eigvalsh linalg.householder_product linalg.inv linalg.inv_ex linalg.ldl_factor "
@@ -220,8 +217,9 @@ APEX_OPS = OpTable(
             "fft.fft fft.ifft fft.rfft fft.irfft fft.hfft fft.ihfft fft.fft2 fft.ifft2 fft.rfft2 fft.irfft2 "
             "fft.hfft2 fft.ihfft2 fft.fftn fft.ifftn fft.rfftn fft.irfftn fft.hfftn fft.ihfftn "
             "special.airy_ai special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.erfcx "
-            "special.chebyshev_polynomial_t special.chebyshev_polynomial_u special.chebyshev_polynomial_v "
-            "special.chebyshev_polynomial_w special.hermite_polynomial_h special.hermite_polynomial_he "
+            "special.i1 special.i1e special.chebyshev_polynomial_t special.chebyshev_polynomial_u "
+            "special.chebyshev_polynomial_v special.chebyshev_polynomial_w special.hermite_polynomial_h "
+            "special.hermite_polynomial_he "
             "special.laguerre_polynomial_l special.legendre_polynomial_p special.log_ndtr "
             "special.modified_bessel_i0 special.modified_bessel_i1 special.modified_bessel_k0 "
             "special.modified_bessel_k1 special.ndtri special.scaled_modified_bessel_k0 "
@@ -233,7 +231,7 @@ APEX_OPS = OpTable(
             # apex
             "addcdiv addcmul atan2 cross bilinear dot add sub div mul eq equal ge gt le lt ne cat stack "
             # torch since
-            "concat concatenate hstack vstack dstack column_stack cartesian_prod meshgrid divide "
+            "arctan2 concat concatenate hstack vstack dstack column_stack row_stack cartesian_prod meshgrid divide "
             "true_divide multiply subtract vdot linalg.cross linalg.vecdot lerp allclose isclose heaviside "
             "embedding_bag index_add index_copy index_put index_reduce masked_scatter put scatter scatter_add "
             "scatter_reduce"

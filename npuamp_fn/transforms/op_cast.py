@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, redispatch_function
 
 from npuamp_fn.op_tables import OpTable
@@ -26,6 +27,7 @@ _R = TypeVar("_R")
 
 # What starts a backward pass: the engine must find the mode on the stack, to recompute checkpoints under it.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_STARTERS = ("backward", "grad")
 _DTYPE: Any = Tensor.dtype
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009
 _RNN_CHECK = nn.RNNBase.check_input.__code__
@@ -59,22 +61,22 @@ class OpCasts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Cast the arguments as the table says, and call."""
         kwargs = kwargs or {}
-        name: Any = getattr(func, "__name__", None)
-        if name in ("backward", "grad") and func in _BACKWARD:
+        name = getattr(func, "__name__", None)
+        rules = self.lookup.get(name)
+        if rules is None and name in _STARTERS and func in _BACKWARD:
             with self:
                 return redispatch_function(func, types, args, kwargs)
         if self.backward_only and not in_backward():
             return func(*args, **kwargs)
-        if not (self.passing and _thread() in self.passing):
-            for candidate, rule in self.lookup.get(name, ()):
+        if rules is not None and not (self.passing and _thread() in self.passing):
+            for candidate, rule in rules:
                 if candidate is func:
-                    if kwargs.get("out") is None:
-                        args, kwargs = APPLY[rule](name, args, kwargs, self.dtype)
+                    if not kwargs or kwargs.get("out") is None:
+                        args, kwargs = APPLY[rule](func.__name__, args, kwargs, self.dtype)
                     break
-            else:
-                if name == "__get__" and self.lookup and _reads_dtype_in_rnn(func):
-                    return torch.float32 if (dtype := func(*args)) is self.dtype else dtype
-        if self.outer is None and (torch.compiler.is_compiling() or _checkpoint_hooks() is None):
+        elif name == "__get__" and self.lookup and _reads_dtype_in_rnn(func):
+            return torch.float32 if (dtype := func(*args)) is self.dtype else dtype
+        if self.outer is None and (is_dynamo_compiling() or _checkpoint_hooks() is None):
             return func(*args, **kwargs)
         return self._call_through(func, args, kwargs)
 
@@ -85,7 +87,7 @@ class OpCasts(TorchFunctionMode):
         first = thread not in passing
         passing.add(thread)
         try:
-            hooks = None if torch.compiler.is_compiling() else _checkpoint_hooks()
+            hooks = None if is_dynamo_compiling() else _checkpoint_hooks()
             if hooks is None:
                 return func(*args, **kwargs)
             pack, unpack = hooks
@@ -118,7 +120,7 @@ def in_backward() -> bool:
     False
     """
     # Dynamo cannot trace the question, and compiled regions hold no part of a running backward pass.
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
 @contextmanager
@@ -216,7 +218,7 @@ def _checkpoint_hooks() -> tuple[Any, Any] | None:
 
 def _reads_dtype_in_rnn(func: Any) -> bool:
     # nn.LSTM & co. compare the input's dtype with the weights' before the operation that casts both.
-    if torch.compiler.is_compiling() or func.__self__ is not _DTYPE:
+    if is_dynamo_compiling() or func.__self__ is not _DTYPE:
         return False
     frame = sys._getframe(2)
     for _ in range(6):  # other modes may stand between
@@ -227,4 +229,4 @@ def _reads_dtype_in_rnn(func: Any) -> bool:
 
 
 def _thread() -> int:
-    return 0 if torch.compiler.is_compiling() else get_ident()
+    return 0 if is_dynamo_compiling() else get_ident()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ __all__ = ["APPLY", "cast_arguments"]
 
 Call = tuple[Any, dict[str, Any]]  # positional and keyword arguments
 
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+# What tensors a call has, as bits: of the low dtype, of float32, of another floating or complex dtype, sparse.
+_LOW, _FULL, _FOREIGN, _SPARSE = 1, 2, 4, 8
+_SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 _MASKS = ("attn_mask", "key_padding_mask")
 
 
@@ -34,31 +37,32 @@ def cast_arguments(rule: str, args: Any, kwargs: dict[str, Any], low: torch.dtyp
 
 
 def _low(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Call:
-    seen: set[Any] = set()
-    _collect((args, kwargs), low, seen)
-    if "foreign" in seen:  # float64, the other half, complex: torch's own rules
+    seen = _seen(args, low) | (_seen(kwargs.values(), low) if kwargs else 0)
+    if seen & _FOREIGN or not seen & _FULL:
         return args, kwargs
-    if "sparse" in seen:  # hardly any kernel multiplies sparse matrices in half precision
+    if seen & _SPARSE:  # hardly any kernel multiplies sparse matrices in half precision
         return _cast(args, low, torch.float32), _cast(kwargs, low, torch.float32)
-    if torch.float32 not in seen:
-        return args, kwargs
-    if low is torch.float16 and any(kwargs.get(mask) is not None for mask in _MASKS):
+    if name in _ATTENTION and low is torch.float16:
+        args = (*args[:3], _finite_mask(args[3]), *args[4:]) if len(args) > 3 and name == _ATTENTION[0] else args
         kwargs = {key: _finite_mask(value) if key in _MASKS else value for key, value in kwargs.items()}
-    if name == "scaled_dot_product_attention" and low is torch.float16 and len(args) > 3:
-        args = (*args[:3], _finite_mask(args[3]), *args[4:])
-    return _cast(args, torch.float32, low), _cast(kwargs, torch.float32, low)
+    return _cast(args, torch.float32, low), _cast(kwargs, torch.float32, low) if kwargs else kwargs
 
 
 def _full(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Call:
-    return _cast(args, low, torch.float32), _cast(kwargs, low, torch.float32)
+    if kwargs and kwargs.get("dtype") is low:  # asked for by name; some operations refuse to narrow
+        return args, kwargs
+    return _cast(args, low, torch.float32), _cast(kwargs, low, torch.float32) if kwargs else kwargs
 
 
 def _promote(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Call:
-    seen: set[Any] = set()
-    _collect((args, kwargs) if kwargs else args, low, seen)
-    if low not in seen or torch.float32 not in seen or "foreign" in seen:
+    if len(args) == 2 and not kwargs:  # the usual x + y, quickly
+        x, y = args
+        if isinstance(x, Tensor) and (not isinstance(y, Tensor) or x.dtype is y.dtype):
+            return args, kwargs
+    seen = _seen(args, low) | (_seen(kwargs.values(), low) if kwargs else 0)
+    if seen & _FOREIGN or not seen & _FULL or not seen & _LOW:
         return args, kwargs
-    return _cast(args, low, torch.float32), _cast(kwargs, low, torch.float32)
+    return _cast(args, low, torch.float32), _cast(kwargs, low, torch.float32) if kwargs else kwargs
 
 
 def _match(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Call:
@@ -82,9 +86,7 @@ def _refuse(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> C
 
 
 def _banned(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Call:
-    seen: set[Any] = set()
-    _collect((args, kwargs), low, seen)
-    if low not in seen:
+    if not (_seen(args, low) | _seen(kwargs.values(), low)) & _LOW:
         return args, kwargs
     key = f"torch.nn.functional.{name}"
     advice = _ADVICE.get(name, "")
@@ -116,19 +118,24 @@ def _written_to(args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("input", kwargs.get("self"))
 
 
-def _collect(values: Any, low: torch.dtype, seen: set[Any]) -> None:
-    """Note which of low, float32 and other ("foreign") floating dtypes occur, and whether a tensor is sparse."""
-    for value in values.values() if isinstance(values, dict) else values:
+def _seen(values: Iterable[Any], low: torch.dtype) -> int:
+    seen = 0
+    for value in values:
         if isinstance(value, Tensor):
             dtype = value.dtype
-            if dtype is low or dtype is torch.float32:
-                seen.add(dtype)
-                if value.layout in _SPARSE:
-                    seen.add("sparse")
+            if dtype is torch.float32:
+                seen |= _FULL
+            elif dtype is low:
+                seen |= _LOW
             elif dtype.is_floating_point or dtype.is_complex:
-                seen.add("foreign")
-        elif isinstance(value, (list, tuple, dict)):
-            _collect(value, low, seen)
+                seen |= _FOREIGN
+            if value.layout in _SPARSE_LAYOUTS:
+                seen |= _SPARSE
+        elif isinstance(value, (list, tuple)):
+            seen |= _seen(value, low)
+        elif isinstance(value, dict):
+            seen |= _seen(value.values(), low)
+    return seen
 
 
 def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import DefaultDeviceType, get_device_states, set_dev
 
 from npuamp_fn.tracing import needs_outer_gradient, under_transform
 from npuamp_fn.transforms.function import FunctionTransform
+from npuamp_fn.transforms.op_cast import with_current_casts
 from npuamp_fn.tree import take_leaves, tree_leaves
 
 __all__ = ["RematFn", "remat"]
@@ -33,7 +34,7 @@ class RematFn(FunctionTransform):
         if torch.compiler.is_compiling():
             return self.fun(*args, **kwargs)
         tensors, frame = take_leaves((args, kwargs), torch.is_tensor)
-        call = _Call(self.fun, frame)
+        call = _Call(with_current_casts(self.fun), frame)
         outputs = _Recompute.apply(call, *tensors)
         return call.output_frame.put(outputs)
 

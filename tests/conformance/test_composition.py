@@ -10,6 +10,7 @@ from torch.func import functional_call, jacrev, jvp, vmap
 
 from npuamp_fn import (
     O0,
+    O1,
     O2,
     O3,
     DynamicLossScale,
@@ -26,7 +27,14 @@ from npuamp_fn import (
     with_loss_scaling,
 )
 
-LEVELS = {"O0": O0, "O2": O2, "O2 bfloat16": O2.with_half(torch.bfloat16), "O3": O3}
+LEVELS = {
+    "O0": O0,
+    "O1": O1,
+    "O1 bfloat16": O1.with_half(torch.bfloat16),
+    "O2": O2,
+    "O2 bfloat16": O2.with_half(torch.bfloat16),
+    "O3": O3,
+}
 
 
 class Problem:
@@ -45,7 +53,7 @@ class Problem:
         return lambda params, x, y: ((forward(params, x) - y) ** 2).mean()
 
     def expected_loss(self, params, x, y):
-        half = self.policy.compute
+        half = self.policy.compute or self.policy.low  # this network has nothing that O1 runs in float32
         params = {name: value.to(half) for name, value in params.items()}
         return ((functional_call(self.module, params, (x.to(half),)).float() - y) ** 2).mean()
 
@@ -242,14 +250,15 @@ CASES = {
 
 def tolerance(policy):
     # Both sides do the same half operations; only the order of sums differs.
-    half = policy.compute in (torch.float16, torch.bfloat16)
-    return {"rtol": 2 * torch.finfo(policy.compute).eps, "atol": 1e-4} if half else {"rtol": 1e-5, "atol": 1e-6}
+    dtype = policy.compute or policy.low
+    half = dtype in (torch.float16, torch.bfloat16)
+    return {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4} if half else {"rtol": 1e-5, "atol": 1e-6}
 
 
 def columns():
     for level in LEVELS:
         yield level, "eager"
-        if level in ("O2", "O3"):
+        if level in ("O1", "O2", "O3"):
             yield level, "compiled"
 
 
