@@ -164,7 +164,9 @@ class Bucket:
         if self.grads is None:
             return gather(self.layout, found, dtype, self.device), active
         for view, grad in zip(self.grad_views, found, strict=True):
-            if grad is not None and grad is not view and not _same_place(grad, view):
+            if grad is None:
+                view.zero_()
+            elif grad is not view and not _same_place(grad, view):
                 view.copy_(dense(grad))
         return self.grads, active
 
@@ -178,7 +180,7 @@ class Storage:
     def refresh(self, members: Sequence[Member]) -> list[Bucket]:
         """Return buckets that hold exactly these members, keeping those that still fit."""
         by_key: dict[Hashable, list[Member]] = {}
-        for member in members:
+        for member in {id(member.weight): member for member in members}.values():
             by_key.setdefault((member.key, *_kind(member.weight)), []).append(member)
         old = {bucket.key: bucket for bucket in self.buckets}
         buckets = []

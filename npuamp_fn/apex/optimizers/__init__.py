@@ -1,5 +1,25 @@
 """``apex.optimizers``: fused optimizers with the legacy names, usable alone or with amp at every level."""
 
-from npuamp_fn.apex.optimizers.classes import NpuFusedAdam, NpuFusedAdamW, NpuFusedSGD
+from npuamp_fn.apex.optimizers.bert import Lamb, NpuFusedBertAdam, NpuFusedLamb
+from npuamp_fn.apex.optimizers.classes import (
+    NpuFusedAdadelta,
+    NpuFusedAdam,
+    NpuFusedAdamP,
+    NpuFusedAdamW,
+    NpuFusedRMSprop,
+    NpuFusedRMSpropTF,
+    NpuFusedSGD,
+)
 
-__all__ = ["NpuFusedAdam", "NpuFusedAdamW", "NpuFusedSGD"]
+__all__ = [
+    "Lamb",
+    "NpuFusedAdadelta",
+    "NpuFusedAdam",
+    "NpuFusedAdamP",
+    "NpuFusedAdamW",
+    "NpuFusedBertAdam",
+    "NpuFusedLamb",
+    "NpuFusedRMSprop",
+    "NpuFusedRMSpropTF",
+    "NpuFusedSGD",
+]

@@ -28,6 +28,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     sparse: ClassVar[bool] = False  # whether sparse gradients are taken, as torch's class does
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        if isinstance(defaults["lr"], Tensor) and defaults["lr"].numel() != 1:
+            raise ValueError(f"Tensor lr must be 1-element, found shape {tuple(defaults['lr'].shape)}")
         self.rule_of(defaults)  # refuse bad values before anything is kept
         super().__init__(params, defaults)
 
@@ -63,8 +65,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         rules = [self.rule_of(group) for group in self.param_groups]
         self._refuse_sparse()
-        for bucket in self.buckets(rules):
-            self._update(bucket, rules)
+        buckets = self.buckets(rules)
+        for bucket in buckets:
+            bucket.follow_edits()
+        grads = [bucket.current_grads(bucket.dtype) for bucket in buckets]
+        for bucket, (own, active) in zip(buckets, grads, strict=True):
+            self._update(bucket, rules, own, active, [flat for flat, _ in grads])
         return loss
 
     def buckets(self, rules: Sequence[Optimizer] | None = None) -> list[Bucket]:
@@ -79,21 +85,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         ]
         return self.storage.refresh(members)
 
-    def _update(self, bucket: Bucket, rules: Sequence[Optimizer]) -> None:
-        bucket.follow_edits()
-        grads, active = bucket.current_grads(bucket.dtype)
+    def _update(
+        self, bucket: Bucket, rules: Sequence[Optimizer], grads: FlatTree, active: list[bool], all_grads: list[FlatTree]
+    ) -> None:
         if not any(active):
             return
         rule = rules[next(member.group for member, on in zip(bucket.members, active, strict=True) if on)]
         self._adopt_state(bucket, rule, active)
         hyper = _merged_hyper(bucket, rules, active)
-        core = fused_update(rule.replace(hyper=hyper, master_weights=bucket.low is not None), donate=True)
+        factor = None
+        for transform in rule.transforms:  # over the gradients of all groups
+            factor = transform.factor(all_grads, factor)
+        options = {"hyper": hyper, "master_weights": bucket.low is not None, "transforms": ()}
+        core = fused_update(rule.replace(**options), donate=True)
         master: Any = () if bucket.low is None else bucket.flat
         state = OptimizerState(_merged_count(bucket, active), bucket.slots, master)
         gradients: Any = grads
-        if not all(active):
-            on = torch.tensor(active, device=bucket.device)
-            gradients = ScaledGrads(grads, torch.ones((), device=bucket.device), on, (), on, ())
+        if factor is not None or not all(active):
+            on = torch.tensor(active if not all(active) else True, device=bucket.device)
+            factor = torch.ones((), device=bucket.device) if factor is None else factor.to(bucket.device)
+            gradients = ScaledGrads(grads, factor, on, (), on, ())
         core.update(gradients, state, bucket.flat if bucket.low is None else bucket.low)
         bucket.counts.add_(torch.tensor(active, dtype=torch.float32))
         bucket.publish()
@@ -179,7 +190,7 @@ def load_keeping_groups(optimizer: torch.optim.Optimizer, load: Callable[[Any], 
 
 def _static_part(rule: Optimizer) -> tuple[Any, ...]:
     fixed = tuple((name, value) for name, value in rule.hyper.items() if not _is_number(value))
-    return (rule.rule, fixed)
+    return (rule.rule, fixed, rule.transforms)
 
 
 def _is_number(value: Any) -> bool:
@@ -209,8 +220,7 @@ def _merged_hyper(bucket: Bucket, rules: Sequence[Optimizer], active: Sequence[b
 
 def _merged_count(bucket: Bucket, active: Sequence[bool]) -> Tensor:
     counts = [int(count) for count in bucket.counts.tolist()]
-    distinct = {count for count, on in zip(counts, active, strict=True) if on}
-    value = distinct.pop() if len(distinct) == 1 else counts
+    value = counts[0] if all(active) and len(set(counts)) == 1 else counts
     return torch.tensor(value, dtype=torch.int32, device=bucket.device)
 
 
