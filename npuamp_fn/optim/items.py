@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,27 @@ from npuamp_fn.kernels.rule import Item, LeafSegments, Result, RowSegments, Rule
 from npuamp_fn.tracing import under_transform
 from npuamp_fn.tree import is_float, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 
-__all__ = ["check_donation", "flat_items", "leaf_items", "put_flat", "put_leaves"]
+__all__ = ["PerTensor", "check_donation", "flat_items", "float_paths", "leaf_items", "put_flat", "put_leaves"]
+
+
+class PerTensor(NamedTuple):
+    """A hyper-parameter with a value of its own for each float leaf: numbers or 0-dim tensors."""
+
+    values: tuple[Any, ...]
+
+    def column(self, indices: Sequence[int], device: torch.device) -> Tensor:
+        """Return the values of some leaves as one tensor: float64."""
+        chosen = [self.values[index] for index in indices]
+        if any(isinstance(value, Tensor) for value in chosen):
+            return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in chosen])
+        return torch.tensor(chosen, dtype=torch.float64, device=device)
+
+
+def float_paths(params: Any) -> list[str]:
+    """Return the paths of the float leaves, in the order in which vectors of counts and hyper-parameters have them."""
+    if isinstance(params, FlatTree):
+        return list(params.layout.paths)
+    return [path for path, leaf in zip(tree_paths(params), tree_leaves(params), strict=True) if is_float(leaf)]
 
 
 def leaf_items(
@@ -36,7 +56,7 @@ def leaf_items(
             count=_entry(count, order),
             hyper={name: _entry(value, order) for name, value in hyper.items()},
             finite=_entry(finite, order),
-            segments=LeafSegments(),
+            segments=LeafSegments(order),
             real=None,
         )
         for order, i in enumerate(floats)
@@ -80,7 +100,9 @@ def flat_items(
         def rows(tree: Any, index: int = index) -> Tensor:
             return tree.buffers[index].view(-1, ROW)
 
-        def own(value: Any, bucket: Bucket = bucket) -> Any:
+        def own(value: Any, bucket: Bucket = bucket, device: torch.device = buffer.device) -> Any:
+            if isinstance(value, PerTensor):
+                return value.column(bucket.segments, device)
             if not isinstance(value, Tensor) or value.dim() == 0 or len(params.layout.buckets) == 1:
                 return value
             return value.index_select(0, torch.tensor(bucket.segments, device=value.device))
@@ -90,7 +112,9 @@ def flat_items(
             for slot in rule.slots
         }
         sizes = [params.layout.segments[i].size for i in bucket.segments]
-        real = None if present(hyper.get("eps", 1)) else _real_elements(bucket, buffer.device)
+        eps = hyper.get("eps", 1)
+        safe = all(map(present, eps.values)) if isinstance(eps, PerTensor) else present(eps)
+        real = None if safe else _real_elements(bucket, buffer.device)
         items.append(
             Item(
                 path=", ".join(params.layout.segments[i].path for i in bucket.segments[:3]),
@@ -101,7 +125,7 @@ def flat_items(
                 count=own(count),
                 hyper={name: own(value) for name, value in hyper.items()},
                 finite=own(finite),
-                segments=RowSegments([-(-size // ROW) for size in sizes], buffer.device, real),
+                segments=RowSegments([-(-size // ROW) for size in sizes], buffer.device, real, bucket.segments),
                 real=real,
             )
         )
@@ -163,7 +187,7 @@ def _whole_leaf_items(
             count=_entry(count, i),
             hyper={name: _entry(value, i) for name, value in hyper.items()},
             finite=_entry(finite, i),
-            segments=LeafSegments(),
+            segments=LeafSegments(i),
             real=None,
         )
         for i, segment in enumerate(layout.segments)
@@ -195,7 +219,11 @@ def check_donation(params: Any, state: Any) -> None:
     advice = "use fused_update(optimizer, donate=False) here"
     if under_transform():
         raise TypeError(f"update: donated tensors cannot be updated in place under vmap, grad or jvp; {advice}")
-    owners: dict[int, str] = {}
+    owners: dict[int, tuple[str, Any, int]] = {}
+
+    def path(name: str, tree: Any, index: int) -> str:
+        return f"{name}.{tree_paths(tree)[index]}"
+
     for name, tree in (("params", params), ("slots", state.slots), ("master", state.master)):
         leaves = tree_leaves(tree)
         for index, leaf in enumerate(leaves):
@@ -207,14 +235,15 @@ def check_donation(params: Any, state: Any) -> None:
             elif any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
                 problem = "is expanded, so that elements share memory: call .contiguous() first"
             elif leaf.data_ptr() in owners:
-                problem = f"shares memory with `{owners[leaf.data_ptr()]}`: clone one of them"
-            path = f"{name}.{tree_paths(tree)[index]}" if problem else name
+                problem = f"shares memory with `{path(*owners[leaf.data_ptr()])}`: clone one of them"
             if problem:
-                raise TypeError(f"update: donated tensor `{path}` {problem}; or {advice}")
-            owners[leaf.data_ptr()] = path
+                raise TypeError(f"update: donated tensor `{path(name, tree, index)}` {problem}; or {advice}")
+            owners[leaf.data_ptr()] = (name, tree, index)
 
 
 def _entry(value: Any, index: int) -> Any:
+    if isinstance(value, PerTensor):
+        return value.values[index]
     return value[index] if isinstance(value, Tensor) and value.dim() == 1 else value
 
 
