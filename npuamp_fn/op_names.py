@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,7 +79,8 @@ def name_of(op: str | Callable[..., Any]) -> str | Callable[..., Any]:
     )
 
 
-def functions_of(key: str | Callable[..., Any]) -> list[Any]:
+@cache  # asked again for every edited table
+def functions_of(key: str | Callable[..., Any]) -> tuple[Any, ...]:
     """Return every function that a table's key stands for.
 
     >>> from npuamp_fn.op_names import functions_of
@@ -88,7 +89,7 @@ def functions_of(key: str | Callable[..., Any]) -> list[Any]:
     """
     if not isinstance(key, str):
         overloads = key.overloads() if isinstance(key, torch._ops.OpOverloadPacket) else ()
-        return [key, *(getattr(key, name) for name in overloads)]
+        return (key, *(getattr(key, name) for name in overloads))
     if "." in key:
         group, _, name = key.partition(".")
         candidates = [getattr(getattr(torch, group), name, None)]
@@ -98,10 +99,10 @@ def functions_of(key: str | Callable[..., Any]) -> list[Any]:
     for function in (*candidates, *_OPERATORS.get(key, ())):
         if callable(function) and not any(function is other for other in found):
             found.append(function)
-    return found
+    return tuple(found)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _known_names() -> dict[str, str]:
     """Every way to write an operation, and its short name."""
     overridable = get_testing_overrides()
@@ -130,12 +131,12 @@ def _short(prefix: str, attribute: str) -> str:
     return f"{group}.{attribute}"
 
 
-@lru_cache(maxsize=1)
+@cache
 def _public_names() -> list[str]:
     return [name for name in _known_names() if name.startswith("torch.") and "._" not in name]
 
 
-@lru_cache(maxsize=1)
+@cache
 def _visible_functions() -> dict[str | None, list[tuple[Any, str]]]:
     """The visible functions by their ``__name__``, each with the operation's short name."""
     found: dict[str | None, list[tuple[Any, str]]] = {}

@@ -207,7 +207,7 @@ APEX_OPS = OpTable(
             "avg_pool3d affine_grid grid_sampler grid_sampler_2d grid_sampler_3d complex polar view_as_complex "
             "stft istft quantile nanquantile histogram histogramdd histc "
             "cholesky cholesky_inverse cholesky_solve det geqrf inverse logdet lu lu_solve lu_unpack "
-            "matrix_exp matrix_power orgqr ormqr pca_lowrank pinverse qr slogdet svd svd_lowrank triangular_solve "
+            "matrix_exp matrix_power orgqr ormqr pinverse qr slogdet svd triangular_solve "
             "linalg.cholesky linalg.cholesky_ex linalg.cond linalg.det linalg.eig linalg.eigh linalg.eigvals "
             "linalg.eigvalsh linalg.householder_product linalg.inv linalg.inv_ex linalg.ldl_factor "
             "linalg.ldl_factor_ex linalg.ldl_solve linalg.lstsq linalg.lu linalg.lu_factor linalg.lu_factor_ex "
