@@ -15,12 +15,13 @@ Call = tuple[Any, dict[str, Any]]  # positional and keyword arguments
 # What tensors a call has, as bits: of the low dtype, of float32, of another floating or complex dtype, sparse.
 _LOW, _FULL, _FOREIGN, _SPARSE = 1, 2, 4, 8
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_NUMBERS = (bool, int, float, complex)
 _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 _MASKS = ("attn_mask", "key_padding_mask")
 
 
 def cast_arguments(rule: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Call:
-    """Cast the float32 and low tensors of a call to what a rule promises; nothing else is touched.
+    """Cast the float32 and low tensors of a user's function to what a rule promises; nothing else is touched.
 
     Args:
         rule: ``"low"``, ``"full"`` or ``"promote"``.
@@ -33,7 +34,11 @@ def cast_arguments(rule: str, args: Any, kwargs: dict[str, Any], low: torch.dtyp
     >>> x[0].dtype
     torch.bfloat16
     """
-    return APPLY[rule]("a function", args, kwargs, low)
+    if rule == "promote":
+        seen = _seen((*args, *kwargs.values()), low)
+        rule = "full" if seen & _LOW and seen & _FULL else "none"
+    source, target = {"low": (torch.float32, low), "full": (low, torch.float32), "none": (low, low)}[rule]
+    return _cast(args, source, target), _cast(kwargs, source, target)
 
 
 def _low(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Call:
@@ -57,7 +62,7 @@ def _full(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Cal
 def _promote(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Call:
     if len(args) == 2 and not kwargs:  # the usual x + y, quickly
         x, y = args
-        if isinstance(x, Tensor) and (not isinstance(y, Tensor) or x.dtype is y.dtype):
+        if isinstance(x, Tensor) and (x.dtype is y.dtype if isinstance(y, Tensor) else type(y) in _NUMBERS):
             return args, kwargs
     seen = _seen(args, low) | (_seen(kwargs.values(), low) if kwargs else 0)
     if seen & _FOREIGN or not seen & _FULL or not seen & _LOW:
