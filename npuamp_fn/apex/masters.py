@@ -25,6 +25,7 @@ __all__ = [
     "low_of",
     "mark_synchronised",
     "master_of",
+    "release_low",
     "set_data",
     "slot_of",
     "store_low",
@@ -131,6 +132,21 @@ def store_low(parameter: nn.Parameter, dtype: torch.dtype, keep_master: bool) ->
         attach(parameter, exact.clone())
     if grad is not None:
         parameter.grad = cast(grad, dtype)
+
+
+def release_low(parameter: Any, widen: bool, keep_master: bool) -> None:
+    """Take the master from a half parameter, or make it float32 again, with the exact value."""
+    if not widen and keep_master:
+        return
+    synchronise(parameter)
+    slot = slot_of(parameter)
+    if widen:
+        exact = parameter.detach().float() if slot is None else slot.master.detach().clone()
+        parameter.grad = None
+        set_data(parameter, exact)
+    if slot is not None:
+        del parameter._amp_slot
+        parameter.__class__ = nn.Parameter
 
 
 def attach(parameter: Any, master: Tensor) -> None:

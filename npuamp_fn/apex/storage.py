@@ -75,6 +75,7 @@ class Bucket:
         self.states: list[dict[str, Any] | None] = [None] * len(members)  # what optimizer.state holds, by identity
         self.grads: FlatTree | None = None
         self.grad_views: list[Tensor] = []
+        self.low_grads: Tensor | None = None  # the model's half gradients, where they are combined
         self._homes = [0] * len(members)
         self._low_homes = [0] * len(members)
         self.settle()
@@ -149,13 +150,21 @@ class Bucket:
         """Make views of a flat gradient the ``grad`` of the weights; ``None`` clears all."""
         self.grads = grads
         if grads is None:
-            self.grad_views = []
+            self.grad_views, self.low_grads = [], None
             for weight in self.weights:
                 weight.grad = None
             return
         self.grad_views = [view.data for view in grads.unflatten()]
         for weight, view, on in zip(self.weights, self.grad_views, active or [True] * len(self.weights), strict=True):
             weight.grad = view if on else None
+
+    def settled_grads(self) -> Tensor:
+        """Return the weights' gradients as one buffer that they are views of."""
+        flat, active = self.current_grads(self.dtype)
+        if flat is not self.grads:
+            self.set_grads(flat, active)
+        buffer: Any = flat.buffers[0]
+        return buffer
 
     def current_grads(self, dtype: torch.dtype) -> tuple[FlatTree, list[bool]]:
         """Return the weights' gradients as one buffer, whoever put them there, and which weights have one."""

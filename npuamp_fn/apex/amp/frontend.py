@@ -10,8 +10,9 @@ from torch import nn
 
 from npuamp_fn.apex.amp._amp_state import _amp_state, maybe_print
 from npuamp_fn.apex.amp.amp import AmpHandle, process_wide
+from npuamp_fn.apex.amp.distributed import agree, broadcast_models
 from npuamp_fn.apex.amp.models import check_models, convert_model
-from npuamp_fn.apex.amp.optimizer import adopt, unwrap
+from npuamp_fn.apex.amp.optimizer import adopt, release, unwrap
 from npuamp_fn.apex.amp.properties import BRIEFS, Properties, properties_for
 from npuamp_fn.apex.amp.registry import operation_table
 from npuamp_fn.apex.amp.scaler import LossScaler
@@ -115,6 +116,10 @@ def initialize(
         LossScaler(properties.loss_scale, *scale_options, min_loss_scale, max_loss_scale) for _ in range(num_losses)
     ]
 
+    if properties.combine_ddp:
+        properties.options["combine_grad"] = True
+        agree(model_list, inner)
+
     _amp_state.verbosity = verbosity
     _announce(opt_level, preset, properties)
     _amp_state.opt_properties = properties
@@ -125,6 +130,10 @@ def initialize(
     _amp_state.min_loss_scale = min_loss_scale
     _amp_state.max_loss_scale = max_loss_scale
     _amp_state.loss_scalers = scalers
+    for optimizer in inner:
+        release(optimizer)
+    if properties.combine_ddp:
+        broadcast_models(model_list)
     keep_masters = bool(properties.master_weights) and bool(optimizer_list)
     for model in model_list:
         convert_model(model, properties, cast_model_outputs, keep_masters)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from npuamp_fn import all_finite, cast
+from npuamp_fn.apex.amp.distributed import reduce_gradients
 from npuamp_fn.apex.masters import low_of
 from npuamp_fn.apex.storage import Bucket, add_all, copy_all, dense, gather
 
@@ -53,7 +54,7 @@ def collect(optimizer: Any, scale: Any) -> Tensor | None:
     in_buckets: set[int] = set()
     for bucket in optimizer._amp_stash.buckets():
         in_buckets.update(map(id, bucket.weights))
-        _collect_bucket(bucket, scale, flags)
+        _collect_bucket(bucket, scale, flags, optimizer._amp_stash.properties)
     loose = [
         weight
         for _, weights in optimizer._amp_stash.groups()
@@ -74,17 +75,32 @@ def collect(optimizer: Any, scale: Any) -> Tensor | None:
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 
-def _collect_bucket(bucket: Bucket, scale: Any, flags: list[Tensor]) -> None:
-    found = [None if source is None else source.grad for source in bucket.sources()]
-    if all(grad is None for grad in found):
+def _collect_bucket(bucket: Bucket, scale: Any, flags: list[Tensor], properties: Any) -> None:
+    sources = bucket.sources()
+    found = [None if source is None else source.grad for source in sources]
+    fresh = [grad is not None for grad in found]
+    if not any(fresh) and not properties.combine_ddp:  # with it, every rank takes part in every reduction
         return
     wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-    flat = scale.unscale(gather(bucket.layout, found, wide, bucket.device))
+    if properties.combine_grad and bucket.half is not None:
+        low = gather(bucket.layout, found, bucket.half, bucket.device)
+        bucket.low_grads = low.buffers[0]
+        for source, view, on in zip(sources, low.unflatten(), fresh, strict=True):
+            if source is not None and on:
+                source.grad = view.data
+        flat = cast(low, wide)
+    else:
+        flat = gather(bucket.layout, found, wide, bucket.device)
+    if properties.combine_ddp:
+        flat, fresh = reduce_gradients(flat, fresh, bucket.device)
+        if not any(fresh):
+            return
+    flat = scale.unscale(flat)
     flags.append(all_finite(flat))
     old = [weight.grad for weight in bucket.weights] if bucket.low is not None else [None] * len(found)
     bucket.set_grads(
         cast(flat, bucket.dtype),
-        [new is not None or before is not None for new, before in zip(found, old, strict=True)],
+        [new or before is not None for new, before in zip(fresh, old, strict=True)],
     )
     pairs = [(weight.grad, before) for weight, before in zip(bucket.weights, old, strict=True) if before is not None]
     if pairs:

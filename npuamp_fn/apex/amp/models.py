@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from npuamp_fn import cast
 from npuamp_fn.apex.amp._amp_state import _amp_state, warn_or_err
 from npuamp_fn.apex.amp.properties import Properties
-from npuamp_fn.apex.amp.switch import Scope, is_initialized, switch
-from npuamp_fn.apex.masters import HALVES, store_low
+from npuamp_fn.apex.amp.switch import Scope, is_initialized, switch, unscope
+from npuamp_fn.apex.masters import HALVES, release_low, store_low
 
 __all__ = ["check_models", "convert_model"]
 
@@ -53,6 +53,7 @@ def convert_model(
 ) -> nn.Module:
     """Cast a model in place as the options say, and switch its modules into initialized classes."""
     dtype = properties.cast_model_type
+    _release(model, dtype if properties.opt_level != "O1" else None, bool(properties.master_weights))
     if dtype in HALVES and properties.opt_level != "O1":
         for module in model.modules():
             if properties.keep_batchnorm_fp32 and isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -77,6 +78,20 @@ def convert_model(
     scope: Any = Scope(dtype, output or torch.float32, dtype) if dtype else Scope(None, output)
     model.__dict__["_amp_scope"] = scope
     return model
+
+
+def _release(model: nn.Module, dtype: Any, keep_masters: bool) -> None:
+    """Undo what an earlier call did to a model, as far as the new options differ."""
+    unscope(model)
+    for module in model.modules():
+        if not is_initialized(module):
+            continue
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dtype in HALVES:
+                release_low(parameter, widen=parameter.dtype != dtype, keep_master=keep_masters)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in HALVES and buffer.dtype != dtype:
+                module._buffers[name] = buffer.float()
 
 
 def _cast_buffer(buffer: Tensor | None, dtype: torch.dtype) -> Tensor | None:

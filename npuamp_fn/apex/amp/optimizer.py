@@ -11,14 +11,15 @@ from torch import Tensor
 
 from npuamp_fn import cast
 from npuamp_fn.apex.amp._amp_state import _amp_state, maybe_print
+from npuamp_fn.apex.amp.combined import CombinedTensors
 from npuamp_fn.apex.amp.gradients import clear_low_grads, collect
-from npuamp_fn.apex.amp.switch import reduce_as_original
-from npuamp_fn.apex.masters import HALVES, LowParameter, MasterParameter, as_master, link, low_of
+from npuamp_fn.apex.amp.switch import original_class, reduce_as_original
+from npuamp_fn.apex.masters import HALVES, LowParameter, MasterParameter, as_master, link, low_of, synchronise
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer, load_keeping_groups
 from npuamp_fn.apex.storage import Bucket, Member, Storage
 from npuamp_fn.transforms import op_cast
 
-__all__ = ["AmpOptimizer", "Stash", "adopt", "unwrap"]
+__all__ = ["AmpOptimizer", "Stash", "adopt", "release", "unwrap"]
 
 
 class Stash:
@@ -56,6 +57,43 @@ class Stash:
         optimizer: Any = self._optimizer()
         return ((index, group["params"]) for index, group in enumerate(optimizer.param_groups))
 
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The half parameters of every group that have masters; without master weights all half ones."""
+        return [
+            [low for w in weights if (low := _half(w, self.master_weights)) is not None] for _, weights in self.groups()
+        ]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters of every group."""
+        return [[w for w in weights if low_of(w) is not None] for _, weights in self.groups()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The float32 parameters of every group that are no masters."""
+        return [[w for w in weights if low_of(w) is None and w.dtype == torch.float32] for _, weights in self.groups()]
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """All of ``fp16_groups``."""
+        return [p for group in self.fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """All masters."""
+        return [p for group in self.fp32_from_fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """All float32 parameters that are no masters."""
+        return [p for group in self.fp32_from_fp32_groups for p in group]
+
+    @property
+    def all_fp32_params(self) -> list[Tensor]:
+        """All float32 parameters, without master weights."""
+        return self.all_fp32_from_fp32_params
+
     def buckets(self) -> list[Bucket]:
         """Return the flat buffers: of masters always, of all weights where gradients are combined."""
         optimizer = self._optimizer()
@@ -82,7 +120,7 @@ class Stash:
                         optimizer.state[master] = optimizer.state.pop(weight)
 
 
-class AmpOptimizer(torch.optim.Optimizer):
+class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
     """The part of an initialized optimizer that amp adds to its own class."""
 
     _amp_stash: Stash
@@ -239,6 +277,23 @@ def _state_like_weights(optimizer: torch.optim.Optimizer) -> None:
                     entry[name] = cast(value, weight.dtype)
 
 
+def release(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer its own class and the model's parameters back, so that it can be initialized anew."""
+    if not isinstance(optimizer, AmpOptimizer):
+        return
+    optimizer.zero_grad()
+    for _, weights in optimizer._amp_stash.groups():
+        for i, weight in enumerate(weights):
+            low = low_of(weight)
+            if low is not None:
+                synchronise(low)
+                weights[i] = low
+                if weight in optimizer.state:
+                    optimizer.state[low] = optimizer.state.pop(weight)
+    del optimizer.__dict__["_amp_stash"]
+    optimizer.__class__ = original_class(type(optimizer))
+
+
 def amp_optimizer_class(cls: type) -> type:
     """Return the initialized counterpart of an optimizer class; the same one each time."""
     if issubclass(cls, AmpOptimizer):
@@ -255,6 +310,10 @@ def amp_optimizer_class(cls: type) -> type:
 
 
 _classes: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
+
+
+def _half(weight: Tensor, masters: bool) -> Tensor | None:
+    return low_of(weight) if masters else (weight if weight.dtype in HALVES else None)
 
 
 def _with_master(item: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from npuamp_fn.apex.amp.distributed import share_masters
 from npuamp_fn.apex.amp.inputs import cast_values
 from npuamp_fn.apex.amp.registry import operation_table
 from npuamp_fn.apex.masters import HALVES, attach, master_of, set_data, slot_of, synchronise
@@ -141,11 +142,13 @@ def exact_value(parameter: Tensor) -> Tensor:
 
 def scoped(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     """Call a module's function inside its scope."""
+    scope = module.__dict__.get("_amp_scope")
     if not torch.compiler.is_compiling():
+        if scope is not None and scope.wanted in HALVES:
+            share_masters(module)
         for parameter in module._parameters.values():
             if parameter is not None:
                 synchronise(parameter)
-    scope = module.__dict__.get("_amp_scope")
     if scope is None:
         return call(*args, **kwargs)
     if scope.low is None:
