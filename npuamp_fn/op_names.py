@@ -35,7 +35,7 @@ _OPERATORS: dict[str, tuple[Any, ...]] = {
     "mul": (Tensor.__mul__, Tensor.__rmul__, operator.mul),
     "div": (Tensor.__truediv__, Tensor.__div__, operator.truediv),
     "matmul": (Tensor.__matmul__, Tensor.__rmatmul__, operator.matmul),
-    "pow": (Tensor.__pow__, Tensor.__rpow__, Tensor.__ipow__, operator.pow),
+    "pow": (Tensor.__pow__, Tensor.__rpow__, Tensor.__ipow__, operator.pow, operator.ipow),
     "eq": (Tensor.__eq__, operator.eq),
     "ne": (Tensor.__ne__, operator.ne),
     "lt": (Tensor.__lt__, operator.lt),

@@ -64,6 +64,8 @@ def _promote(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> 
         x, y = args
         if isinstance(x, Tensor) and (x.dtype is y.dtype if isinstance(y, Tensor) else type(y) in _NUMBERS):
             return args, kwargs
+        if name == "truediv" and type(x) in _NUMBERS:  # strict export's way to say Tensor.__rtruediv__
+            return _full(name, args, kwargs, low)
     seen = _seen(args, low) | (_seen(kwargs.values(), low) if kwargs else 0)
     if seen & _FOREIGN or not seen & _FULL or not seen & _LOW:
         return args, kwargs

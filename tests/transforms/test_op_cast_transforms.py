@@ -208,6 +208,8 @@ def operators(x, y):
     return [*outs, F.linear(x, y), torch.bmm(x[None], y[None]), y.exp(), torch.cat([x, y]), torch.einsum("ij,jk", x, y)]
 
 
+# Strict export says so of every function mode that a model enters.
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 def test_every_operator_has_the_same_dtype_eager_compiled_and_exported():
     class Operators(nn.Module):
         def forward(self, x, y):
