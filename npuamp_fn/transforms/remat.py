@@ -42,7 +42,8 @@ class RematFn(FunctionTransform):
 def remat(fun: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make a function forget its intermediate results and compute them again in the backward pass.
 
-    Works under grad, vmap, vmap(grad) and higher derivatives, with dropout drawing the same mask both times.
+    Works under grad, vmap, vmap(grad) and higher derivatives, with dropout drawing the same mask and operations
+    being cast (O1) the same way both times.
     Inside a compiled region it is the function itself: the compiler would merge the two computations again.
 
     Args:
