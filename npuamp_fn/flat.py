@@ -66,6 +66,10 @@ class Bucket:
     segments: tuple[int, ...]  # indices into Layout.segments, in storage order
     pieces: tuple[int, ...]  # what the buffer splits into
     real: tuple[int, ...]  # which of the pieces are tensors, in the order of `segments`
+    rows: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each tensor; every update asks for them
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(-(-self.pieces[index] // ROW) for index in self.real))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +131,17 @@ class Layout:
         leaves, rest = self._match(tree)
         buffers = tuple(_concatenate(self, bucket, leaves, dtype) for bucket in self.buckets)
         return FlatTree(buffers, rest, self)
+
+    def difference(self, other: Layout) -> str:
+        """Say where another layout first differs from this one."""
+        for own, foreign in zip(self.segments, other.segments, strict=False):
+            if own != foreign:
+                return f"layouts differ, first at `{own.path}`: expected {own}, found {foreign}"
+        count, other_count = len(self.segments), len(other.segments)
+        if count != other_count:
+            extra = (self if count > other_count else other).paths[min(count, other_count)]
+            return f"layouts differ, first at `{extra}`: expected {count} tensors, found {other_count}"
+        return "layouts differ in leaves that are no float tensors"
 
     def _match(self, tree: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
         leaves = tree_flatten(tree)[0]
@@ -256,9 +271,7 @@ class FlatTree:
         """
         for other in others:
             if other.layout != self.layout:
-                raise ValueError(
-                    f"FlatTree.map: layouts differ, first at `{_first_difference(self.layout, other.layout)}`"
-                )
+                raise ValueError(f"FlatTree.map: {self.layout.difference(other.layout)}")
         buffers = tuple(
             None if any(b is None for b in group) else fn(*group)
             for group in zip(self.buffers, *(other.buffers for other in others), strict=True)
@@ -381,15 +394,6 @@ def _concatenate(layout: Layout, bucket: Bucket, leaves: Sequence[Tensor], dtype
 
 def _padding(size: int) -> int:
     return -size % ROW
-
-
-def _first_difference(a: Layout, b: Layout) -> str:
-    for left, right in zip(a.segments, b.segments, strict=False):
-        if left != right:
-            return left.path
-    longer = max(a.paths, b.paths, key=len)
-    shorter = min(a.paths, b.paths, key=len)
-    return longer[len(shorter)] if len(longer) > len(shorter) else "a leaf that is no float tensor"
 
 
 def _memory_order(leaf: Tensor) -> tuple[int, ...] | None:

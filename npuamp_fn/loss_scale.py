@@ -245,12 +245,20 @@ def all_finite(tree: Any, factor: Tensor | None = None) -> Tensor:
     Returns:
         shape [], bool. No host synchronisation.
 
+    Raises:
+        TypeError: a leaf is sparse.
+
     >>> all_finite({"a": torch.tensor([1.0, float("inf")]), "n": None})
     tensor(False)
     """
     extremes = []
-    for leaf in tree_leaves(tree):
+    for index, leaf in enumerate(tree_leaves(tree)):
         leaf = _as_real(leaf)
+        if is_float(leaf) and leaf.layout is not torch.strided:
+            raise TypeError(
+                f"leaf `{tree_paths(tree)[index]}`: expected a dense tensor, found layout {leaf.layout}; gradients "
+                "become sparse with nn.Embedding(sparse=True): pass sparse=False"
+            )
         if is_float(leaf) and leaf.numel() > 0:
             low, high = torch.aminmax(leaf)  # one read, NaN is passed on
             extremes += [low, high] if leaf.dtype == torch.float64 else [low.float(), high.float()]

@@ -147,10 +147,7 @@ def check_same_structure(expected: Any, actual: Any, what: str) -> None:
     if len(a) != len(b):
         kind, path = ("missing", a[len(b)]) if len(a) > len(b) else ("unexpected", b[len(a)])
         raise ValueError(f"{what}: structures differ: {kind} leaf `{path}` (expected {len(a)} leaves, found {len(b)})")
-    raise ValueError(
-        f"{what}: structures differ: the same paths in other containers, or a FlatTree of another layout: "
-        f"expected {left}, found {right}"
-    )
+    raise ValueError(f"{what}: structures differ: {_node_difference(expected, actual, ())}")
 
 
 def matches(path: str, pattern: str) -> bool:
@@ -268,13 +265,42 @@ def _numbered_paths(
     if torch_pytree.tree_is_leaf(node, is_leaf):
         yield path
         return
-    handler = torch_pytree.SUPPORTED_NODES[torch_pytree._get_node_type(node)]
-    if handler.flatten_with_keys_fn is not None:
-        children = [(_entry(key), child) for key, child in handler.flatten_with_keys_fn(node)[0]]
-    else:
-        children = [(str(index), child) for index, child in enumerate(handler.flatten_fn(node)[0])]
-    for name, child in children:
+    for name, child in _children(node)[0]:
         yield from _numbered_paths((*path, name), child, is_leaf)
+
+
+def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
+    # Of a container: names and children, and what is static about it.
+    handler = torch_pytree.SUPPORTED_NODES[torch_pytree._get_node_type(node)]
+    children, static = handler.flatten_fn(node)
+    if handler.flatten_with_keys_fn is None:
+        return [(str(index), child) for index, child in enumerate(children)], static
+    return [(_entry(key), child) for key, child in handler.flatten_with_keys_fn(node)[0]], static
+
+
+def _node_difference(expected: Any, actual: Any, path: tuple[str, ...]) -> str | None:
+    # Of two trees with the same leaf paths: the first container that differs.
+    where = f"at `{'.'.join(path)}`" if path else "at the root"
+    if type(expected) is not type(actual) and not (
+        torch_pytree.tree_is_leaf(expected) and torch_pytree.tree_is_leaf(actual)
+    ):
+        return f"{where}: expected a {type(expected).__name__}, found a {type(actual).__name__}"
+    if torch_pytree.tree_is_leaf(expected):
+        return None
+    (children, static), (others, other_static) = _children(expected), _children(actual)
+    if static != other_static:
+        return f"{where}: {type(expected).__name__}: {_static_difference(static, other_static)}"
+    found = (_node_difference(a, b, (*path, name)) for (name, a), (_, b) in zip(children, others, strict=True))
+    return next(filter(None, found), None)
+
+
+def _static_difference(expected: Any, actual: Any) -> str:
+    if isinstance(expected, tuple) and isinstance(actual, tuple) and len(expected) == len(actual):
+        expected, actual = next((a, b) for a, b in zip(expected, actual, strict=True) if a != b)
+    difference = getattr(expected, "difference", None)  # a Layout names the first tensor
+    if callable(difference) and type(expected) is type(actual) and not isinstance(expected, (set, frozenset)):
+        return str(difference(actual))
+    return f"expected {expected!r}, found {actual!r}"
 
 
 def _entry(key: Any) -> str:

@@ -133,6 +133,13 @@ def test_torch_npu_is_imported_lazily_in_two_files_only(path):
             assert not top_level
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_is_validated_by_assert(path):
+    # torchopt's check of its arguments was gone under python -O.
+    found = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+    assert found == []
+
+
 def test_tree_layer_imports_torch_and_optree_only():
     standard = sys.stdlib_module_names
     for name in ("tree.py", "tracing.py", "device.py"):

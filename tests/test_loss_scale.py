@@ -328,6 +328,13 @@ def test_lazily_conjugated_gradients_raised():
     assert global_norm([z]).item() == pytest.approx(2**0.5)
 
 
+def test_sparse_gradients_are_refused_with_advice():
+    weight, tokens = torch.ones(4, 2, requires_grad=True), torch.tensor([0, 1])
+    torch.nn.functional.embedding(tokens, weight, sparse=True).sum().backward()
+    with pytest.raises(TypeError, match=r"leaf `embed.w`: expected a dense tensor, .*sparse=True\): pass sparse=False"):
+        all_finite({"embed": {"w": weight.grad}})
+
+
 def test_finite_test_under_vmap_is_per_member():
     x = torch.tensor([[1.0, 2.0], [math.inf, 1.0], [1.0, math.nan]])
     assert torch.vmap(lambda row: all_finite({"g": row}))(x).tolist() == [True, False, False]

@@ -300,8 +300,22 @@ def test_trees_made_inside_a_compiled_region_come_out_right():
         ({"a": 1}, {"a": 1, "c": 2}, r"unexpected leaf `c` \(expected 1 leaves, found 2\)"),
         ({"a": {"w": 1, "b": 2}}, {"a": {"w": 1, "c": 2}}, r"expected leaf `a.b`, found `a.c`"),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "expected leaf `a`, found `b`"),
-        ([1, 2], (1, 2), "the same paths in other containers"),
-        (Point(1, 2), {"x": 1, "y": 2}, "the same paths in other containers"),
+        ([1, 2], (1, 2), "structures differ: at the root: expected a list, found a tuple"),
+        (Point(1, 2), {"x": 1, "y": 2}, "at the root: expected a Point, found a dict"),
+        ({"a": [1, [2]]}, {"a": [1, (2,)]}, r"at `a\.1`: expected a list, found a tuple"),
+        ({"c": Counter(1, 2, 3, "n")}, {"c": Counter(1, 2, 4, "n")}, "at `c`: Counter: expected 3, found 4"),
+        ({"e": {}}, {"e": []}, "at `e`: expected a dict, found a list"),
+        ({"e": 1, "f": ()}, {"e": 1, "f": None}, "unexpected leaf `f`"),
+        (
+            {"p": flatten({"w": torch.ones(2), "b": torch.ones(1)})},
+            {"p": flatten({"w": torch.ones(2), "b": torch.ones(3)})},
+            "at `p`: FlatTree: layouts differ, first at `b`: expected Segment",
+        ),
+        (
+            {"p": flatten({"w": torch.ones(2)})},
+            {"p": flatten({"w": torch.ones(2), "b": torch.ones(3)})},
+            "at `p`: FlatTree: layouts differ, first at `b`: expected 1 tensors, found 2",
+        ),
     ],
 )
 def test_structure_errors_name_the_first_differing_path(expected, actual, message):
