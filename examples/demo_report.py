@@ -133,6 +133,8 @@ def figure(records: list[Record]) -> Figure:
     _label(over_time, "The same against time", "seconds, at the median time per step", "nats per character")
     _label(scale, "Loss scale", "step", "")
     scale.set_yscale("log", base=2)
+    held_out = [loss for record in records for loss in record.held_out.values()]
+    over_steps.set_ylim(min(held_out) - 0.4, max(held_out) + 0.4)  # the first training losses are far above
     over_steps.legend(frameon=False)
     if scale.has_data():
         scale.legend(frameon=False)

@@ -89,11 +89,12 @@ def test_report_is_written(records, folder):
 
 def test_emulated_dtype_takes_fewer_steps_and_says_so(train_gpt, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_gpt.demo_report, "has_arithmetic", lambda dtype: dtype != torch.float16)
-    config = train_gpt.Config(**{**TINY, "steps": 8, "short": 4, "eval_every": 4})
+    config = train_gpt.Config(**{**TINY, "steps": 8, "short": 3, "eval_every": 4})
     *others, float16 = train_gpt.main(config, tmp_path)
     assert [len(record.losses) for record in others] == [8, 8, 8]
-    assert list(float16.held_out) == [4]
-    assert "O2 float16: this machine only emulates it, so it took 4 steps" in capsys.readouterr().out
+    assert list(float16.held_out) == [3]
+    assert list(others[0].held_out) == [3, 4, 8]  # float32's loss after as many steps, to compare with
+    assert "O2 float16: this machine only emulates it, so it took 3 steps" in capsys.readouterr().out
 
 
 def test_held_out_text_is_not_trained_on(train_gpt):
