@@ -12,6 +12,7 @@ from torch import Tensor
 
 from npuamp_fn.tracing import is_wrapped
 from npuamp_fn.tree import (
+    check_dtype,
     check_patterns,
     check_same_structure,
     is_float,
@@ -126,7 +127,7 @@ class Layout:
             dtype: Cast float32 and half leaves to this dtype on the way.
 
         Raises:
-            ValueError: structure or shape differs; the message names the first differing path.
+            ValueError: structure or shape differs, or tied leaves do; the message names the first differing path.
         """
         leaves, rest = self._match(tree)
         buffers = tuple(_concatenate(self, bucket, leaves, dtype) for bucket in self.buckets)
@@ -158,6 +159,11 @@ class Layout:
                 raise ValueError(
                     f"layout: leaf `{segment.path}`: expected a float tensor of shape {segment.shape}, found "
                     f"{_describe(leaf)}"
+                )
+            if chosen[place] is not None and _address(chosen[place]) != _address(leaf):
+                raise ValueError(
+                    f"layout: leaf `{segment.path}` is stored once for several tied leaves, and the tree has different "
+                    "tensors for them; add gradients of tied weights up first"
                 )
             chosen[place] = leaf
         return chosen, tuple(rest)
@@ -198,8 +204,10 @@ class FlatTree:
         Raises:
             TypeError: ``dtype`` is something else.
         """
-        if not (dtype is None or dtype == "original" or isinstance(dtype, torch.dtype)):
+        if isinstance(dtype, str) and dtype != "original":
             raise TypeError(f'unflatten: expected a torch.dtype, "original" or None, found {dtype!r}')
+        if not isinstance(dtype, str):
+            check_dtype(dtype, "unflatten")
         source = self.cast(dtype) if isinstance(dtype, torch.dtype) else self
         tensors: list[Any] = [None] * len(self.layout.segments)
         for bucket, buffer in zip(self.layout.buckets, source.buffers, strict=True):
@@ -229,6 +237,7 @@ class FlatTree:
         anew (one copy); ``flatten(tree, keep=...)`` gives kept tensors a buffer of their own, which avoids that.
         A pattern that matches nothing is ignored here; policies check theirs over all arguments.
         """
+        check_dtype(dtype, "FlatTree.cast")
         if dtype is None:
             return self
         kept = [any(matches(segment.path, pattern) for pattern in keep) for segment in self.layout.segments]
@@ -293,12 +302,14 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
             flattening would silently untie them.
 
     Raises:
+        TypeError: ``dtype`` is no floating-point dtype.
         ValueError: two leaves are the same tensor and ``tie`` is False, or are different views of the same memory
             (a weight and its transpose), or a pattern matches nothing.
 
     >>> flatten({"w": torch.ones(3)}, torch.bfloat16).buffers[0].shape
     torch.Size([256])
     """
+    check_dtype(dtype, "flatten")
     leaves = tree_flatten(tree)[0]
     paths = tree_paths(tree)
     if keep:

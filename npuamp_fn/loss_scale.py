@@ -194,7 +194,11 @@ class DynamicLossScale:
 
         Args:
             finite: shape [], bool: whether all gradients of this step were finite.
+
+        Raises:
+            TypeError: ``finite`` is not such a tensor.
         """
+        _check_flag("adjust(finite)", finite)
         good = torch.where(finite, self.good_steps + 1, 0)
         bad_left = torch.where(finite, self.bad_steps_left, (self.bad_steps_left - 1).clamp(min=0))
         grow = finite & (good >= self.growth_interval)
@@ -278,11 +282,13 @@ def tree_where(pred: Tensor, a: Any, b: Any) -> Any:
         b: The result elsewhere. Leaves that are not tensors come from here.
 
     Raises:
+        TypeError: ``pred`` is not such a tensor.
         ValueError: structures, shapes or dtypes differ; the message names the first differing path.
 
     >>> tree_where(torch.tensor(False), {"x": torch.ones(1)}, {"x": torch.zeros(1)})
     {'x': tensor([0.])}
     """
+    _check_flag("tree_where(pred)", pred)
     check_same_structure(b, a, "tree_where")
     leaves, treedef = tree_flatten(b)
     others = tree_leaves(a)
@@ -335,6 +341,11 @@ def _is_complex(leaf: Any) -> bool:
 
 def _as_real(leaf: Any) -> Any:
     return torch.view_as_real(leaf.resolve_conj()) if _is_complex(leaf) else leaf
+
+
+def _check_flag(what: str, flag: Any) -> None:
+    if not (isinstance(flag, Tensor) and flag.dtype == torch.bool and flag.dim() == 0):
+        raise TypeError(f"{what}: expected a bool tensor of shape (), found {_describe(flag)}")
 
 
 def _kind(leaf: Any) -> Any:

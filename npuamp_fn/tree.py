@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import optree
-import torch.utils._cxx_pytree  # noqa: F401  (fills optree's "torch" namespace, in insertion order)
+import torch
+import torch.utils._cxx_pytree
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
@@ -26,6 +27,7 @@ else:  # typing has it from Python 3.11
 
 __all__ = [
     "Frame",
+    "check_dtype",
     "check_patterns",
     "check_same_structure",
     "is_float",
@@ -173,16 +175,31 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def check_patterns(patterns: Iterable[str], paths: Sequence[str], what: str) -> None:
-    """Raise ``ValueError`` for a pattern that matches no path, naming the nearest paths.
+    """Raise ``ValueError`` for a pattern that matches no path, naming the nearest paths; ``TypeError`` for a string.
 
     >>> check_patterns(["heat.*"], ["head.weight", "body.weight"], "keep")
     Traceback (most recent call last):
     ValueError: keep: pattern 'heat.*' matches no leaf; nearest: ['head.weight', 'body.weight']
     """
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"{what}: expected a sequence of patterns, found the string {patterns!r}; write ({patterns!r},)"
+        )
     for pattern in patterns:
         if not any(matches(path, pattern) for path in paths):
             nearest = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
             raise ValueError(f"{what}: pattern {pattern!r} matches no leaf; nearest: {nearest}")
+
+
+def check_dtype(dtype: Any, what: str) -> None:
+    """Raise ``TypeError`` for what is neither ``None`` nor a real floating-point dtype.
+
+    >>> check_dtype(torch.int64, "cast")
+    Traceback (most recent call last):
+    TypeError: cast: dtype: expected a floating-point torch.dtype or None, found torch.int64
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{what}: dtype: expected a floating-point torch.dtype or None, found {dtype!r}")
 
 
 def is_float(leaf: Any) -> bool:

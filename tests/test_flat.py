@@ -407,7 +407,33 @@ def test_unflatten_refuses_what_is_no_dtype():
     assert flatten({"a": torch.ones(1)}).unflatten(torch.float16)["a"].dtype == torch.float16
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, 16])
+def test_dtypes_that_would_destroy_parameters_are_refused(dtype):
+    tree = {"w": torch.full((2,), 0.5)}
+    for call in (
+        lambda: flatten(tree, dtype),
+        lambda: flatten(tree).cast(dtype),
+        lambda: flatten(tree).unflatten(dtype),
+    ):
+        with pytest.raises(TypeError, match=r"dtype: expected a floating-point torch\.dtype or None, found"):
+            call()
+
+
+def test_a_string_is_no_sequence_of_patterns():
+    with pytest.raises(TypeError, match=r"expected a sequence of patterns, found the string 'w'; write \('w',\)"):
+        flatten({"w": torch.ones(2)}, keep="w")
+
+
 # pack and map
+
+
+def test_packing_different_tensors_for_tied_leaves_kept_the_last_in_silence():
+    w = torch.ones(2)
+    layout = flatten({"a": w, "b": w}, tie=True).layout
+    gradient = torch.full((2,), 3.0)
+    assert torch.equal(layout.pack({"a": gradient, "b": gradient}).segments()["a"], gradient)
+    with pytest.raises(ValueError, match="leaf `a` is stored once for several tied leaves"):
+        layout.pack({"a": gradient, "b": torch.zeros(2)})
 
 
 def test_pack_takes_gradients_of_any_memory_format_and_dtype():

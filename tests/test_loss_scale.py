@@ -373,6 +373,15 @@ def test_select_between_different_trees_broadcast_or_promoted_in_silence(new, me
         tree_where(YES, new, {"w": torch.ones(2)})
 
 
+@pytest.mark.parametrize("flag", [True, torch.tensor([True, False]), torch.tensor(1.0), None])
+def test_what_is_no_flag_is_refused(flag):
+    # A flag of shape [2] used to select element by element.
+    with pytest.raises(TypeError, match=r"tree_where\(pred\): expected a bool tensor of shape \(\), found"):
+        tree_where(flag, [torch.ones(2)], [torch.zeros(2)])
+    with pytest.raises(TypeError, match=r"adjust\(finite\): expected a bool tensor of shape \(\), found"):
+        DynamicLossScale.create().adjust(flag)
+
+
 @pytest.mark.parametrize("dtype", [f16, bf16, f32, f64])
 def test_global_norm_is_that_of_all_elements_in_float64(dtype):
     gen = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from npuamp_fn.policy import Policy, cast_tree, keep_candidates
 from npuamp_fn.transforms.function import FunctionTransform
 from npuamp_fn.transforms.op_cast import CastOpsFn, current
-from npuamp_fn.tree import check_patterns, tree_map
+from npuamp_fn.tree import check_dtype, check_patterns, tree_map
 
 __all__ = ["PolicyFn", "cast", "cast_like", "cast_policy", "full_precision"]
 
@@ -27,9 +27,13 @@ def cast(tree: Any, dtype: torch.dtype | None) -> Any:
         tree: Any pytree; containers keep their type, leaves that already fit are not copied.
         dtype: The dtype wanted, or ``None`` to leave all as it is.
 
+    Raises:
+        TypeError: ``dtype`` is no floating-point dtype.
+
     >>> cast({"w": torch.ones(2), "ids": torch.arange(2)}, torch.float16)["ids"].dtype
     torch.int64
     """
+    check_dtype(dtype, "cast")
     return cast_tree(tree, dtype)
 
 
@@ -93,6 +97,8 @@ def cast_policy(policy: Policy) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
         )
 
     def transform(fun: Callable[_P, _R]) -> Callable[_P, _R]:
+        if not callable(fun):
+            raise TypeError(f"cast_policy(policy): expected a function, found {fun!r} of type {type(fun).__name__}")
         return PolicyFn(fun, policy)
 
     return transform

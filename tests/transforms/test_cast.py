@@ -76,6 +76,12 @@ def test_what_fits_already_is_not_copied(dtype):
     assert cast(tree, None) is tree
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, "float16", torch.complex64])
+def test_cast_to_what_is_no_float_dtype_is_refused(dtype):
+    with pytest.raises(TypeError, match=r"cast: dtype: expected a floating-point torch\.dtype or None, found"):
+        cast({"w": torch.full((2,), 0.5)}, dtype)
+
+
 def test_cast_keeps_container_types():
     x = torch.ones(1)
     tree = collections.OrderedDict(
@@ -299,6 +305,11 @@ def test_gradients_arrive_in_the_dtype_of_what_was_passed_in():
 def test_cast_policy_of_no_policy_says_what_to_write(wrong):
     with pytest.raises(TypeError, match=r"cast_policy: expected a Policy, found .*write `@cast_policy\(O2\)`"):
         cast_policy(wrong)
+
+
+def test_policy_around_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="expected a function, found 3 of type int"):
+        cast_policy(O2)(3)
 
 
 def test_policy_under_vmap_and_compile():
