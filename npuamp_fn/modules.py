@@ -89,6 +89,9 @@ class Functionalized(NamedTuple):
     buffers: Buffers
 
 
+_HOOKED = ("DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel")
+
+
 def functionalize(module: nn.Module) -> Functionalized:
     """Split a module into a pure function, its parameters and its buffers.
 
@@ -103,7 +106,8 @@ def functionalize(module: nn.Module) -> Functionalized:
         ``(apply, params, buffers)`` with ``apply(params, buffers, *args, **kwargs) -> (output, new_buffers)``.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Module``.
+        TypeError: ``module`` is not an ``nn.Module``, or one that averages gradients by hooks on them (DDP, FSDP):
+            gradients taken functionally would not be averaged.
 
     >>> apply, params, buffers = functionalize(torch.nn.Linear(2, 1))
     >>> out, _ = apply(params, buffers, torch.ones(3, 2))
@@ -112,6 +116,13 @@ def functionalize(module: nn.Module) -> Functionalized:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"functionalize: expected an nn.Module, found {type(module).__name__}")
+    for name, child in module.named_modules():
+        if any(cls.__name__ in _HOOKED and cls.__module__.startswith("torch.") for cls in type(child).__mro__):
+            raise TypeError(
+                f"functionalize: {f'`{name}`' if name else 'the module'} is a {type(child).__name__}, whose hooks do not "
+                "run for functional gradients: ranks would silently go apart. Pass the module inside it (`ddp.module`), "
+                "and write with_loss_scaling(grad(loss_fn), reduce=mean_over(group))"
+            )
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     buffers = Buffers((name, buffer.detach()) for name, buffer in module.named_buffers())
     return Functionalized(Apply(module), params, buffers)

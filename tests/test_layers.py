@@ -142,7 +142,7 @@ def test_nothing_is_validated_by_assert(path):
 
 def test_tree_layer_imports_torch_and_optree_only():
     standard = sys.stdlib_module_names
-    for name in ("tree.py", "tracing.py", "device.py"):
+    for name in ("tree.py", "tracing.py"):
         for module, _, top_level in imports_of(PACKAGE / name):
             root = module.split(".")[0]
             assert root in standard or root in ("torch", "optree", "npuamp_fn", "typing_extensions") or not top_level

@@ -239,3 +239,17 @@ def test_other_errors_of_the_module_come_through():
 def test_functionalize_of_no_module(wrong):
     with pytest.raises(TypeError, match=r"functionalize: expected an nn\.Module, found"):
         functionalize(wrong)
+
+
+def test_gradients_of_a_wrapped_module_were_silently_not_averaged():
+    inside = nn.Sequential(nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 1)))
+    for module, where in ((nn.DataParallel(nn.Linear(2, 1)), "the module"), (inside, "`1`")):
+        with pytest.raises(TypeError, match=rf"{where} is a DataParallel, whose hooks do not run.*reduce=mean_over"):
+            functionalize(module)
+
+    class FSDPLinear(nn.Linear):  # what fully_shard makes of a module: a subclass of torch's FSDPModule
+        pass
+
+    FSDPLinear.__bases__ = (type("FSDPModule", (), {"__module__": "torch.distributed.fsdp"}), nn.Linear)
+    with pytest.raises(TypeError, match=r"the module is a FSDPLinear"):
+        functionalize(FSDPLinear(2, 1))

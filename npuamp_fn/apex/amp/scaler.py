@@ -104,7 +104,7 @@ class LossScaler:
             warnings.warn(
                 f"amp: gradients are not finite although the loss scale is at its floor of {self._loss_scale:g}: the "
                 "loss or the model itself produces inf or nan, which no scale can cure. Steps are skipped until it "
-                "stops; npuamp_fn.debug.find_overflow shows where it starts.",
+                "stops; look for inf in the loss and in the model's outputs.",
                 stacklevel=4,
             )
 
