@@ -118,10 +118,11 @@ def functionalize(module: nn.Module) -> Functionalized:
         raise TypeError(f"functionalize: expected an nn.Module, found {type(module).__name__}")
     for name, child in module.named_modules():
         if any(cls.__name__ in _HOOKED and cls.__module__.startswith("torch.") for cls in type(child).__mro__):
+            where = f"`{name}`" if name else "the module"
             raise TypeError(
-                f"functionalize: {f'`{name}`' if name else 'the module'} is a {type(child).__name__}, whose hooks do not "
-                "run for functional gradients: ranks would silently go apart. Pass the module inside it (`ddp.module`), "
-                "and write with_loss_scaling(grad(loss_fn), reduce=mean_over(group))"
+                f"functionalize: {where} is a {type(child).__name__}, whose hooks do not run for functional gradients: "
+                "ranks would silently go apart. Pass the module inside it (`ddp.module`), and write "
+                "with_loss_scaling(grad(loss_fn), reduce=mean_over(group))"
             )
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     buffers = Buffers((name, buffer.detach()) for name, buffer in module.named_buffers())
