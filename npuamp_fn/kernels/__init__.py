@@ -20,6 +20,10 @@ def choose(kernel: str, rule: Rule, items: list[Item]) -> tuple[str, str]:
     """
     if kernel == "reference":
         return "reference", "asked for"
+    if any(item.index is not None for item in items):
+        if kernel == "auto":
+            return "reference", "the others round to nearest"
+        raise ValueError(f"kernel={kernel!r} rounds half copies to nearest, not stochastically; use kernel='auto'")
     if kernel in ("aten", "compiled"):
         refusal = (aten if kernel == "aten" else compiled).refusal(rule, items)
         if refusal is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from npuamp_fn.kernels.rounding import round_stochastically
 from npuamp_fn.kernels.rule import HyperValues, Item, Result, Step, compute_dtype
 
 __all__ = ["run"]
@@ -33,6 +34,10 @@ def _run_one(step: Step, item: Item) -> Result:
         new = torch.where(item.real, new, 0.0)
         new_slots = {n: s if n in per_tensor else torch.where(item.real, s, 0.0) for n, s in new_slots.items()}
 
+    half = new
+    if item.master is not None and item.index is not None:
+        half = round_stochastically(new, item.param.dtype, expand(item.count), item.index(new))
+
     def keep(value: Tensor, old: Tensor, spread: Callable[[Tensor], Tensor] = expand) -> Tensor:
         value = value.to(old.dtype)
         if item.finite is not None:
@@ -45,4 +50,4 @@ def _run_one(step: Step, item: Item) -> Result:
     }
     if item.master is None:
         return Result(keep(new, item.param), kept_slots, None)
-    return Result(keep(new, item.param), kept_slots, keep(new, item.master))
+    return Result(keep(half, item.param), kept_slots, keep(new, item.master))

@@ -26,8 +26,8 @@ def round_stochastically(x: Tensor, dtype: torch.dtype, count: Tensor, index: Te
     Returns:
         shape like x, ``dtype``.
 
-    Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015; the hash's constants: Wellons, Prospecting
-    for Hash Functions, 2018.
+    Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015; constants of the hash: Wellons,
+    Prospecting for Hash Functions, 2018.
 
     >>> x = torch.full((4096,), 1.0 + 2.0**-10)
     >>> halves = round_stochastically(x, torch.bfloat16, torch.tensor(1), torch.arange(4096))

@@ -47,9 +47,8 @@ class Rule:
     Everything arrives in the compute dtype (float32; float64 for float64 parameters). ``count`` is the number of
     this step, from 1: an integer tensor of shape [], or one that broadcasts against the rows of a flat buffer.
     ``hyper`` has the hyper-parameters as attributes: Python numbers, or float64 tensors that broadcast likewise; use
-    :func:`coefficient`, :func:`lerp`, :func:`addcmul`, :func:`addcdiv` or
-    :func:`shifted` to combine them with elements. ``seg`` gives
-    whole-tensor sums. Slots of one value per tensor arrive as ``seg.sum`` gives them.
+    :func:`coefficient`, :func:`lerp`, :func:`addcmul`, :func:`addcdiv`, :func:`shifted` to combine them with elements.
+    ``seg`` gives whole-tensor sums. Slots of one value per tensor arrive as ``seg.sum`` gives them.
     """
 
     name: str
@@ -69,6 +68,8 @@ class HyperValues:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"rule: no hyper-parameter {name!r}; the optimizer has {list(vars(self))}")
 
+
+_INDEX_BITS = 40  # of an element's number, for its place in its tensor
 
 Per: TypeAlias = Literal["tensor", "row"]
 
@@ -90,7 +91,10 @@ class Segments(Protocol):
 
 
 class LeafSegments:
-    """One tensor in its own shape."""
+    """One tensor in its own shape, the ``ordinal``-th of its tree."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        self._ordinal = ordinal
 
     def sum(self, x: Tensor, per: Per = "tensor") -> Tensor:
         """Return the sum of all elements: shape []; or of each row: shape [n, 1, ...]. A vector is one row."""
@@ -106,12 +110,24 @@ class LeafSegments:
         """Return the value: it is one per tensor already."""
         return value
 
+    def index(self, x: Tensor) -> Tensor:
+        """Return each element's place in its tensor, below the tensor's ordinal in the upper bits: int64."""
+        first = self._ordinal << _INDEX_BITS
+        return torch.arange(first, first + x.numel(), device=x.device).view(x.shape)
+
 
 class RowSegments:
     """Tensors stored as rows of a flat buffer: elements have shape [rows, ROW]."""
 
-    def __init__(self, rows_per_tensor: Sequence[int], device: torch.device, real: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        rows_per_tensor: Sequence[int],
+        device: torch.device,
+        real: Tensor | None = None,
+        ordinals: Sequence[int] | None = None,
+    ) -> None:
         self.rows_per_tensor = tuple(rows_per_tensor)
+        self._ordinals = tuple(range(len(self.rows_per_tensor))) if ordinals is None else tuple(ordinals)
         self._device = device
         self._real = real
         self._index: Tensor | None = None  # made when first asked for: element-wise rules never ask
@@ -142,6 +158,14 @@ class RowSegments:
         firsts = [min(first, last) for first in accumulate((0, *self.rows_per_tensor[:-1]))]
         return value.squeeze(1).index_select(0, torch.tensor(firsts, device=value.device))
 
+    def index(self, x: Tensor) -> Tensor:
+        """Return each element's place in its tensor, below the tensor's ordinal in the upper bits: int64."""
+        firsts = accumulate([0, *self.rows_per_tensor[:-1]])
+        offsets = [(o << _INDEX_BITS) - first * x.shape[1] for o, first in zip(self._ordinals, firsts, strict=True)]
+        return torch.arange(x.numel(), device=x.device).view(x.shape) + self.expand(
+            torch.tensor(offsets, dtype=torch.int64, device=x.device)
+        )
+
     def _tensor_of_row(self) -> Tensor:
         if self._index is None:
             index = torch.arange(len(self.rows_per_tensor), device=self._device)
@@ -164,6 +188,8 @@ class Item:
     finite: Tensor | None  # shape [] or [tensors], bool: where False, nothing changes; None: all is applied
     segments: Segments
     real: Tensor | None  # shape like param, bool: False at padding, where the rule could leave something but zero
+    # Numbers the elements, for rounding masters stochastically; None: to nearest.
+    index: Callable[[Tensor], Tensor] | None = None
 
     @property
     def weights(self) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, present, scaled
+from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, present, scaled, shifted
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_closed_fraction, check_not_negative
 
@@ -19,7 +19,7 @@ def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor
     if present(hyper.weight_decay):
         grad = add_scaled(grad, param, hyper.weight_decay)
     square = addcmul(scaled(slots["square_avg"], hyper.rho), grad, grad, 1 - hyper.rho)
-    step = (slots["acc_delta"] + hyper.eps).sqrt() / (square + hyper.eps).sqrt() * grad
+    step = shifted(slots["acc_delta"], hyper.eps).sqrt() / shifted(square, hyper.eps).sqrt() * grad
     travelled = addcmul(scaled(slots["acc_delta"], hyper.rho), step, step, 1 - hyper.rho)
     return add_scaled(param, step, -hyper.lr), {"square_avg": square, "acc_delta": travelled}
 

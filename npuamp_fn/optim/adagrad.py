@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcdiv, addcmul, present
+from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcdiv, addcmul, present, shifted
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_not_negative
 
@@ -22,9 +22,9 @@ def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor
     lr = hyper.lr / (1 + (count.double() - 1) * hyper.lr_decay) if present(hyper.lr_decay) else hyper.lr
     total = addcmul(slots["sum"], grad, grad, 1)
     if decays and hyper.decoupled_decay:
-        step = add_scaled(grad / (total.sqrt() + hyper.eps), param, hyper.weight_decay)
+        step = add_scaled(grad / shifted(total.sqrt(), hyper.eps), param, hyper.weight_decay)
         return add_scaled(param, step, -lr), {"sum": total}
-    return addcdiv(param, grad, total.sqrt() + hyper.eps, -lr), {"sum": total}
+    return addcdiv(param, grad, shifted(total.sqrt(), hyper.eps), -lr), {"sum": total}
 
 
 def adagrad(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, coefficient, lerp, present, scaled
+from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, coefficient, lerp, present, scaled, shifted
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_fraction, check_not_negative
 
@@ -39,7 +39,7 @@ def _move(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor, 
     new = {"exp_avg": mean, "exp_avg_sq": square}
     if hyper.amsgrad:
         new["max_exp_avg_sq"] = square = torch.maximum(slots["max_exp_avg_sq"], square)
-    return param - size * mean / (square.sqrt() / root + hyper.eps), new
+    return param - size * mean / shifted(square.sqrt() / root, hyper.eps), new
 
 
 def _make(name: str, update: Any, lr: Any, betas: tuple[float, float], **options: Any) -> Optimizer:

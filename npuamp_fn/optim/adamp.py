@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Rule, Slot, addcmul, coefficient, lerp, present, scaled
+from npuamp_fn.kernels.rule import Rule, Slot, addcmul, coefficient, lerp, present, scaled, shifted
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_fraction, check_not_negative
 
@@ -21,7 +21,7 @@ def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor
     mean = lerp(slots["exp_avg"], grad, 1 - hyper.beta1)
     square = addcmul(scaled(slots["exp_avg_sq"], hyper.beta2), grad, grad, 1 - hyper.beta2)
     ahead = lerp(mean, grad, 1 - hyper.beta1) if hyper.nesterov else mean
-    step = ahead / (square.sqrt() / correction + hyper.eps)
+    step = ahead / shifted(square.sqrt() / correction, hyper.eps)
     ratio: Any = 1.0
     if param.dim() > 1 and param.numel() > 0:
         by_row, whole = (

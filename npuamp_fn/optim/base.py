@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,10 +13,19 @@ from npuamp_fn import kernels
 from npuamp_fn.flat import FlatTree
 from npuamp_fn.kernels.rule import Item, Rule, Slot, Step, compute_dtype
 from npuamp_fn.loss_scale import ScaledGrads
-from npuamp_fn.optim.items import check_donation, flat_items, leaf_items, put_flat, put_leaves
-from npuamp_fn.tree import check_same_structure, is_float, tree_flatten, tree_map, tree_paths
+from npuamp_fn.optim.items import (
+    PerTensor,
+    check_donation,
+    flat_items,
+    float_paths,
+    leaf_items,
+    numbered,
+    put_flat,
+    put_leaves,
+)
+from npuamp_fn.tree import check_same_structure, is_float, matches, tree_flatten, tree_map, tree_paths
 
-__all__ = ["GradientTransform", "Hyper", "Optimizer", "OptimizerState", "Schedule"]
+__all__ = ["ByPath", "GradientTransform", "Hyper", "Optimizer", "OptimizerState", "Schedule", "check_gradients"]
 
 Schedule: TypeAlias = Callable[[Tensor], Any]
 """A hyper-parameter as a function of the number of steps taken so far (int32, shape [])."""
@@ -50,6 +59,24 @@ class Hyper(Mapping[str, Any]):
         return f"Hyper({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
 
 
+@dataclass(frozen=True)
+class ByPath:
+    """A hyper-parameter that depends on the parameter: the value of the first pattern that matches its path.
+
+    >>> ByPath((("*.bias", 0.0), ("*", 0.1)))["head.bias"]
+    0.0
+    """
+
+    choices: tuple[tuple[str, Any], ...]
+
+    def __getitem__(self, path: str) -> Any:
+        """Return the value for a path."""
+        for pattern, value in self.choices:
+            if matches(path, pattern):
+                return value
+        raise ValueError(f"update: no hyper-parameter for `{path}`: none of {[p for p, _ in self.choices]} matches it")
+
+
 class GradientTransform(Protocol):
     """Something done to the gradients before the rule sees them, as one factor for all of them."""
 
@@ -77,6 +104,7 @@ class Optimizer:
             entry per float leaf (per tensor of a FlatTree) sets each its own.
         transforms: Gradient transforms, first to last.
         master_weights: Whether the state holds float32 masters of half parameters.
+        rounding: How masters are rounded into the half parameters.
         kernel: How the rule is run: "reference", "aten", or "auto" to choose.
         donate: Whether ``update`` consumes ``params`` and ``state`` and updates them in place.
 
@@ -88,6 +116,7 @@ class Optimizer:
     hyper: Hyper
     transforms: tuple[GradientTransform, ...] = ()
     master_weights: bool = False
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     kernel: str = "reference"
     donate: bool = False
 
@@ -140,15 +169,28 @@ class Optimizer:
             ValueError: gradients differ from the parameters in structure, layout or shape; the message names the
                 first differing path.
         """
-        factor = finite = None
+        _check_state(state)
+        check_gradients(grads.grads if isinstance(grads, ScaledGrads) else grads, params)
         if isinstance(grads, ScaledGrads):
-            grads, factor, finite = grads.grads, grads.inv_scale, grads.finite
-        if not isinstance(state, OptimizerState):
-            raise TypeError(
-                f"update: expected an OptimizerState as second argument, found {type(state).__name__}; the order is "
-                "update(grads, state, params)"
-            )
-        _check_gradients(grads, params)
+            return self.apply(grads.grads, state, params, grads.inv_scale, grads.finite)
+        return self.apply(grads, state, params, None, None)
+
+    def apply(
+        self, grads: Any, state: OptimizerState, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, OptimizerState]:
+        """Apply one step to gradients that stand for ``grads * factor``, where ``finite``; see :meth:`update`.
+
+        Args:
+            grads: Gradients like ``params``.
+            state: From ``init`` or the last step.
+            params: What to update.
+            factor: shape [], float32, or ``None`` for 1.
+            finite: shape [], or [tensors] with one step count per tensor, bool; ``None`` applies all.
+
+        Raises:
+            TypeError: a donated tensor needs gradients or is under a transform.
+            ValueError: ``finite`` has an entry per tensor but the state has one count for all.
+        """
         if finite is not None and finite.dim() > state.count.dim():
             raise ValueError(
                 f"update: finite has shape {tuple(finite.shape)} but the state has one step count for all tensors; "
@@ -175,13 +217,22 @@ class Optimizer:
         return (*kernels.choose(self.kernel, self.rule, items), items)
 
     def _items(self, grads: Any, state: OptimizerState, params: Any, finite: Tensor | None) -> list[Item]:
-        hyper = {name: value(state.count) if callable(value) else value for name, value in self.hyper.items()}
+        hyper = {name: self._value(value, state.count, params) for name, value in self.hyper.items()}
         collect = flat_items if isinstance(params, FlatTree) else leaf_items
-        return collect(self.rule, hyper, state.count + 1, finite, grads, params, state)
+        items = collect(self.rule, hyper, state.count + 1, finite, grads, params, state)
+        return items if self.rounding == "nearest" else [numbered(item) for item in items]
+
+    def _value(self, value: Any, count: Tensor, params: Any) -> Any:
+        if isinstance(value, ByPath):
+            values = [self._value(value[path], count, params) for path in float_paths(params)]
+            if count.dim() == 1:
+                values = [v[i] if isinstance(v, Tensor) and v.dim() == 1 else v for i, v in enumerate(values)]
+            return PerTensor(tuple(values))
+        return value(count) if callable(value) else value
 
     def _masters(self, params: Any, master: Any) -> Any:
         source = params if master is None else master
-        _check_gradients(source, params, "init(master=...)")
+        check_gradients(source, params, "init(master=...)")
 
         def copy(leaf: Any, own: Any) -> Any:
             return own.detach().to(torch.float32, copy=True) if is_float(leaf) and leaf.dtype in _HALVES else None
@@ -190,6 +241,14 @@ class Optimizer:
             buffers = tuple(copy(p, m) for p, m in zip(params.buffers, source.buffers, strict=True))
             return _without_rest(FlatTree(buffers, params.rest, params.layout))
         return tree_map(copy, params, source)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, OptimizerState):
+        raise TypeError(
+            f"update: expected an OptimizerState as second argument, found {type(state).__name__}; the order is "
+            "update(grads, state, params)"
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -232,7 +291,8 @@ def _refuse_complex(params: Any) -> None:
             )
 
 
-def _check_gradients(grads: Any, params: Any, what: str = "update: gradients") -> None:
+def check_gradients(grads: Any, params: Any, what: str = "update: gradients") -> None:
+    """Raise ``ValueError`` naming the first path at which gradients differ from parameters in structure or shape."""
     if isinstance(params, FlatTree) != isinstance(grads, FlatTree):
         advice = "; lay them out with params.layout.pack(grads)" if isinstance(params, FlatTree) else ""
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, lerp, present, scaled
+from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, lerp, present, scaled, shifted
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_fraction, check_not_negative
 
@@ -26,7 +26,7 @@ BERT_SCHEDULES = {
 def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor, hyper: Any, seg: Any) -> Any:
     mean = lerp(slots["exp_avg"], grad, 1 - hyper.beta1)
     square = addcmul(scaled(slots["exp_avg_sq"], hyper.beta2), grad, grad, 1 - hyper.beta2)
-    step = mean / (square.sqrt() + hyper.eps)
+    step = mean / shifted(square.sqrt(), hyper.eps)
     if present(hyper.weight_decay):
         step = add_scaled(step, param, hyper.weight_decay)
     return add_scaled(param, step, -_rate(count, hyper)), {"exp_avg": mean, "exp_avg_sq": square}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,16 @@ from npuamp_fn.kernels.rule import Item, LeafSegments, Result, RowSegments, Rule
 from npuamp_fn.tracing import under_transform
 from npuamp_fn.tree import is_float, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 
-__all__ = ["PerTensor", "check_donation", "flat_items", "float_paths", "leaf_items", "put_flat", "put_leaves"]
+__all__ = [
+    "PerTensor",
+    "check_donation",
+    "flat_items",
+    "float_paths",
+    "leaf_items",
+    "numbered",
+    "put_flat",
+    "put_leaves",
+]
 
 
 class PerTensor(NamedTuple):
@@ -111,7 +121,6 @@ def flat_items(
             slot.name: state.slots[slot.name][index] if slot.per == "tensor" else rows(state.slots[slot.name])
             for slot in rule.slots
         }
-        sizes = [params.layout.segments[i].size for i in bucket.segments]
         eps = hyper.get("eps", 1)
         safe = all(map(present, eps.values)) if isinstance(eps, PerTensor) else present(eps)
         real = None if safe else _real_elements(bucket, buffer.device)
@@ -125,7 +134,7 @@ def flat_items(
                 count=own(count),
                 hyper={name: own(value) for name, value in hyper.items()},
                 finite=own(finite),
-                segments=RowSegments([-(-size // ROW) for size in sizes], buffer.device, real, bucket.segments),
+                segments=RowSegments(bucket.rows, buffer.device, real, bucket.segments),
                 real=real,
             )
         )
@@ -207,6 +216,12 @@ def _join_leaves(values: Sequence[Tensor | None], like: FlatTree) -> FlatTree:
                 parts[piece] = like.layout.segments[i].pack(value)
         buffers.append(torch.cat(parts))
     return FlatTree(tuple(buffers), like.rest, like.layout)
+
+
+def numbered(item: Item) -> Item:
+    """Return the item with numbers for its elements, so that its half copy is rounded stochastically."""
+    segments = item.segments
+    return replace(item, index=segments.index) if isinstance(segments, (LeafSegments, RowSegments)) else item
 
 
 def check_donation(params: Any, state: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, coefficient, lerp, present, scaled
+from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, coefficient, lerp, present, scaled, shifted
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_fraction, check_not_negative
 
@@ -29,7 +29,7 @@ def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor
         steps = count.double()
         root = root / coefficient((1 - hyper.beta2**steps).sqrt(), param)
         mean = mean / coefficient(1 - hyper.beta1**steps, param)
-    step = mean / (root + hyper.eps)
+    step = mean / shifted(root, hyper.eps)
     if decays and hyper.decoupled_decay:
         step = add_scaled(step, param, hyper.weight_decay)
     if not hyper.trust_ratio or not (decays or hyper.nvlamb):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, scaled
+from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, scaled, shifted
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_not_negative
 
@@ -16,7 +16,7 @@ __all__ = ["lars"]
 
 def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor, hyper: Any, seg: Any) -> Any:
     size, slope = seg.sum(param * param).sqrt(), seg.sum(grad * grad).sqrt()
-    pull = add_scaled(slope, size, seg.per_tensor(hyper.weight_decay)) + seg.per_tensor(hyper.eps)
+    pull = shifted(add_scaled(slope, size, seg.per_tensor(hyper.weight_decay)), seg.per_tensor(hyper.eps))
     rate = scaled(size / pull, seg.per_tensor(hyper.trust_coefficient))
     rate = torch.where((size > 0) & (slope > 0), rate, 1.0)
     step = scaled(seg.expand(rate) * add_scaled(grad, param, hyper.weight_decay), hyper.lr)

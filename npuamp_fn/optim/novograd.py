@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, coefficient, present, scaled
+from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, coefficient, present, scaled, shifted
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_fraction, check_not_negative
 
@@ -23,7 +23,7 @@ def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor
     root = square.sqrt()
     if hyper.bias_correction:
         root = root / coefficient((1 - beta2**steps).sqrt(), root)
-    root = seg.expand(root + seg.per_tensor(hyper.eps))
+    root = seg.expand(shifted(root, seg.per_tensor(hyper.eps)))
     drive = grad
     if hyper.reg_inside_moment:
         drive = grad / root

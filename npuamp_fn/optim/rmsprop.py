@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcdiv, addcmul, lerp, present, scaled
+from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcdiv, addcmul, lerp, present, scaled, shifted
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_closed_fraction, check_not_negative
 
@@ -23,7 +23,7 @@ def _rmsprop(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tenso
     if hyper.centered:
         new["grad_avg"] = mean = lerp(slots["grad_avg"], grad, 1 - hyper.alpha)
         square = addcmul(square, mean, mean, -1)
-    root = square.sqrt() + hyper.eps
+    root = shifted(square.sqrt(), hyper.eps)
     if "momentum_buffer" not in slots:
         return addcdiv(param, grad, root, -hyper.lr), new
     new["momentum_buffer"] = moved = addcdiv(scaled(slots["momentum_buffer"], hyper.momentum), grad, root)
@@ -41,7 +41,7 @@ def _rmsprop_tf(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Te
     if hyper.centered:
         new["grad_avg"] = mean = add_scaled(slots["grad_avg"], grad - slots["grad_avg"], 1 - hyper.alpha)
         square = addcmul(square, mean, mean, -1)
-    root = (square + hyper.eps).sqrt()
+    root = shifted(square, hyper.eps).sqrt()
     if "momentum_buffer" not in slots:
         return addcdiv(param, grad, root, -hyper.lr), new
     slowed = scaled(slots["momentum_buffer"], hyper.momentum)

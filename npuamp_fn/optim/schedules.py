@@ -161,9 +161,11 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
                 f"join: expected schedules, found {schedule!r} of type {type(schedule).__name__}; for a fixed value "
                 "write constant(value)"
             )
+    if not schedules:
+        raise ValueError("join: expected at least one schedule, found none")
     if len(boundaries) != len(schedules) - 1:
         raise ValueError(
-            f"join: expected {max(len(schedules) - 1, 0)} boundaries between {len(schedules)} schedules, found "
+            f"join: expected {len(schedules) - 1} boundaries between {len(schedules)} schedules, found "
             f"{len(boundaries)}"
         )
     if any(a >= b for a, b in zip((0, *boundaries), boundaries, strict=False)):

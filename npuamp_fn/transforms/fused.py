@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 from npuamp_fn import kernels
 from npuamp_fn.flat import FlatTree
 from npuamp_fn.optim.base import Optimizer
+from npuamp_fn.optim.partition import Partition
 
 __all__ = ["explain", "fused_update"]
 
 
-def fused_update(optimizer: Optimizer, donate: bool = False, kernel: str = "auto") -> Optimizer:
+@overload
+def fused_update(optimizer: Optimizer, donate: bool = False, kernel: str = "auto") -> Optimizer: ...
+@overload
+def fused_update(optimizer: Partition, donate: bool = False, kernel: str = "auto") -> Partition: ...
+def fused_update(optimizer: Any, donate: bool = False, kernel: str = "auto") -> Any:
     """Run an optimizer with the fastest kernel that fits.
 
     Args:
@@ -32,7 +37,7 @@ def fused_update(optimizer: Optimizer, donate: bool = False, kernel: str = "auto
     >>> fused_update(optim.adamw(1e-3), donate=True).donate
     True
     """
-    if not isinstance(optimizer, Optimizer):
+    if not isinstance(optimizer, (Optimizer, Partition)):
         raise TypeError(
             f"fused_update: expected an optimizer, found {type(optimizer).__name__}; write "
             "fused_update(optim.adamw(1e-3))"
@@ -42,18 +47,20 @@ def fused_update(optimizer: Optimizer, donate: bool = False, kernel: str = "auto
     return optimizer.replace(donate=donate, kernel=kernel)
 
 
-def explain(optimizer: Optimizer, params: Any) -> str:
-    """Say which kernel will update which parameters, and why.
+def explain(optimizer: Optimizer | Partition, params: Any) -> str:
+    """Say which kernel will update which parameters, and why; for a partition, for each of its parts.
 
     >>> print(explain(fused_update(optim.adamw(1e-3)), {"w": torch.ones(3)}))
     adamw: kernel aten, 1 float32 tensors one by one, new tensors
     because: torch's fused operator for adamw; not compiled: the parameters are separate tensors; flatten(params) would
     make it one pass
     """
+    if isinstance(optimizer, Partition):
+        return "\n".join(explain(group, part) for group, part in optimizer.parts(params))
     name, reason, items = optimizer.choice(params)
     dtypes = ", ".join(dict.fromkeys(str(item.param.dtype).removeprefix("torch.") for item in items))
     where = "updated in place" if optimizer.donate else "new tensors"
-    if isinstance(params, FlatTree):
+    if isinstance(params, FlatTree) and not optimizer.rule.whole_leaves:
         shape = f"{len(params.layout.segments)} tensors in {len(items)} {dtypes} buffers"
     else:
         shape = f"{len(items)} {dtypes} tensors one by one"

@@ -372,7 +372,11 @@ def test_rule_text_traces_symbolically_over_rows_with_columns(optimizer):
         [torch.full((2,), value, dtype=torch.float64) for value in numbers.values()],
     ]
     graph = make_fx(step, tracing_mode="symbolic")(*example)
-    assert same_bits(tensors(graph(*example)), tensors(step(*example)))
+    found = tensors(graph(*example))
+    assert {tensor.dtype for tensor in found} == {torch.float32}
+    assert same_bits(found, tensors(step(*example)))
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    assert not [v for v in values if isinstance(v, torch.Tensor) and v.dtype == torch.float64 and v.numel() > 4]
 
 
 @settings(max_examples=15, deadline=None)
