@@ -4,10 +4,15 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint types units compatibility clean
+.PHONY: demo bench test test-slow lint types units compatibility clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
+
+# Compares with torch.optim, torchopt and optax; see docs/benchmarks.md.
+bench: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m benchmarks
 
 test: lint types units
 

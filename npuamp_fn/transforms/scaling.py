@@ -38,7 +38,7 @@ class SupportsLossScaling(Protocol):
     tensor(6.)
     """
 
-    def __loss_scaling__(self, scale: Tensor, /, *args: Any, **kwargs: Any) -> RawGrads:
+    def __loss_scaling__(self, scale: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return a tuple: gradients of ``loss.float() * scale``, the unscaled loss, and aux, () if there is none."""
         ...
 
@@ -51,7 +51,7 @@ class _Partial:
     args: tuple[Any, ...]
     keywords: dict[str, Any]
 
-    def __loss_scaling__(self, scale: Tensor, /, *args: Any, **kwargs: Any) -> RawGrads:
+    def __loss_scaling__(self, scale: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return self.inner.__loss_scaling__(scale, *self.args, *args, **{**self.keywords, **kwargs})
 
 
@@ -106,7 +106,7 @@ class ScaledGradFn:
 
 
 def with_loss_scaling(
-    grad_fn: Callable[..., Any],
+    grad_fn: Callable[..., Any] | SupportsLossScaling,
     *,
     reduce: Callable[[Any], Any] | None = None,
     defer_unscale: bool = False,
