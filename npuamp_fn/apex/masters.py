@@ -6,6 +6,7 @@ over its master, element by element, where it differs from the rounded master.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,9 @@ __all__ = [
     "mark_synchronised",
     "master_of",
     "release_low",
+    "set_bucket",
     "set_data",
+    "set_grad",
     "slot_of",
     "store_low",
     "synchronise",
@@ -34,7 +37,8 @@ __all__ = [
 
 HALVES = (torch.float16, torch.bfloat16)
 
-_data: Any = torch.Tensor.data  # the descriptor that the classes below override
+_data: Any = torch.Tensor.data  # the descriptors that the classes below override
+_grad: Any = torch.Tensor.grad
 
 
 class LowParameter(nn.Parameter):
@@ -66,6 +70,17 @@ class MasterParameter(nn.Parameter):
         _touch(low_of(self), low=False)
         _data.__set__(self, value)
 
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The unscaled float32 gradient; it is computed when somebody asks for it."""
+        _reveal(self)
+        return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _reveal(self)
+        _grad.__set__(self, value)
+
 
 class Slot:
     """What a half parameter knows about its master."""
@@ -79,13 +94,13 @@ class Slot:
         return (_nothing, ())  # masters travel with the module, not with the parameter
 
 
-class _LowReference:
+class _Reference:
     """A weak reference that pickles as nothing."""
 
-    def __init__(self, parameter: Tensor) -> None:
-        self._reference = TensorWeakRef(parameter)
+    def __init__(self, target: Any) -> None:
+        self._reference = TensorWeakRef(target) if isinstance(target, Tensor) else weakref.ref(target)
 
-    def __call__(self) -> Tensor | None:
+    def __call__(self) -> Any:
         return self._reference()
 
     def __reduce__(self) -> Any:
@@ -116,6 +131,23 @@ def low_of(weight: Any) -> Tensor | None:
 def half_of(weight: Any) -> torch.dtype | None:
     """Return the dtype that the half parameter of a master is stored in; ``None`` if it is no master."""
     return weight.__dict__.get("_amp_half")
+
+
+def set_bucket(weight: Any, bucket: Any) -> None:
+    """Tell a master which bucket holds its gradient."""
+    weight._amp_bucket = _Reference(bucket)
+
+
+def set_grad(weight: Tensor, value: Tensor | None) -> None:
+    """Set a gradient without computing the one that waits."""
+    _grad.__set__(weight, value)
+
+
+def _reveal(master: Any) -> None:
+    reference = master.__dict__.get("_amp_bucket")
+    bucket = None if reference is None else reference()
+    if bucket is not None and bucket.waiting is not None:
+        bucket.reveal()
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
@@ -173,7 +205,7 @@ def link(parameter: Any, master: Any) -> None:
     if slot_of(parameter) is None:
         attach(parameter, master)
     master.__class__ = MasterParameter
-    master._amp_low, master._amp_half = _LowReference(parameter), parameter.dtype
+    master._amp_low, master._amp_half = _Reference(parameter), parameter.dtype
     parameter._amp_slot.master = master
     _mark(parameter)
 

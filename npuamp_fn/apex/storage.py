@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from npuamp_fn import FlatTree, flatten
-from npuamp_fn.apex.masters import half_of, low_of, mark_synchronised, set_data, synchronise
+from npuamp_fn.apex.masters import half_of, low_of, mark_synchronised, set_bucket, set_data, set_grad, synchronise
 
 copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 add_all: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
@@ -54,6 +54,14 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
 
 
+class Waiting(NamedTuple):
+    """Gradients of a backward pass that nobody has looked at yet: half, and scaled still."""
+
+    grads: FlatTree
+    scale: Any  # the loss scale they carry
+    active: list[bool]
+
+
 class Bucket:
     """Weights of one kind in one flat buffer, with everything that belongs to them in the same layout."""
 
@@ -75,9 +83,13 @@ class Bucket:
         self.states: list[dict[str, Any] | None] = [None] * len(members)  # what optimizer.state holds, by identity
         self.grads: FlatTree | None = None
         self.grad_views: list[Tensor] = []
+        self.waiting: Waiting | None = None
         self.low_grads: Tensor | None = None  # the model's half gradients, where they are combined
         self._homes = [0] * len(members)
         self._low_homes = [0] * len(members)
+        if self.half is not None:
+            for weight in self.weights:
+                set_bucket(weight, self)
         self.settle()
 
     @property
@@ -148,15 +160,23 @@ class Bucket:
 
     def set_grads(self, grads: FlatTree | None, active: Sequence[bool] | None = None) -> None:
         """Make views of a flat gradient the ``grad`` of the weights; ``None`` clears all."""
-        self.grads = grads
+        self.waiting, self.grads = None, grads
         if grads is None:
             self.grad_views, self.low_grads = [], None
             for weight in self.weights:
-                weight.grad = None
+                set_grad(weight, None)
             return
         self.grad_views = [view.data for view in grads.unflatten()]
         for weight, view, on in zip(self.weights, self.grad_views, active or [True] * len(self.weights), strict=True):
-            weight.grad = view if on else None
+            set_grad(weight, view if on else None)
+
+    def reveal(self) -> None:
+        """Compute the unscaled gradients that wait, and give them to the masters."""
+        if self.waiting is not None:
+            grads, scale, active = self.waiting
+            self.waiting = None
+            with torch.no_grad():
+                self.set_grads(scale.unscale(grads), active)
 
     def settled_grads(self) -> Tensor:
         """Return the weights' gradients as one buffer that they are views of."""
@@ -185,9 +205,27 @@ class Storage:
 
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
+        self._signature: list[Any] = []
 
-    def refresh(self, members: Sequence[Member]) -> list[Bucket]:
-        """Return buckets that hold exactly these members, keeping those that still fit."""
+    def refresh(self, groups: Iterable[tuple[Sequence[Tensor], Hashable]]) -> list[Bucket]:
+        """Return buckets that hold exactly the weights of these groups that learn, keeping those that still fit.
+
+        Args:
+            groups: For every parameter group its weights, and what (beside device and dtype) parts buffers.
+        """
+        signature: list[Any] = []
+        listed = []
+        for weights, key in groups:
+            learning = [weight for weight in weights if weight.requires_grad or weight.grad is not None]
+            listed.append((learning, key))
+            signature += (key, len(learning), *map(id, learning))
+        if signature == self._signature and not any(bucket.moved() for bucket in self.buckets):
+            return self.buckets
+        self._signature = signature
+        members = [Member(weight, i, key) for i, (weights, key) in enumerate(listed) for weight in weights]
+        return self._rebuild(members)
+
+    def _rebuild(self, members: Sequence[Member]) -> list[Bucket]:
         by_key: dict[Hashable, list[Member]] = {}
         for member in {id(member.weight): member for member in members}.values():
             by_key.setdefault((member.key, *_kind(member.weight)), []).append(member)
@@ -200,11 +238,6 @@ class Storage:
             buckets.append(bucket)
         self.buckets = buckets
         return buckets
-
-    def each(self, act: Callable[[Bucket], Any]) -> None:
-        """Do something with every bucket."""
-        for bucket in self.buckets:
-            act(bucket)
 
 
 def _kind(weight: Tensor) -> tuple[Any, ...]:

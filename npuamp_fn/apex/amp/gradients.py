@@ -10,7 +10,7 @@ from torch import Tensor
 from npuamp_fn import all_finite, cast
 from npuamp_fn.apex.amp.distributed import reduce_gradients
 from npuamp_fn.apex.masters import low_of
-from npuamp_fn.apex.storage import Bucket, add_all, copy_all, dense, gather
+from npuamp_fn.apex.storage import Bucket, Waiting, add_all, copy_all, dense, gather
 
 __all__ = ["clear_low_grads", "collect", "prepare", "restore"]
 
@@ -59,7 +59,7 @@ def collect(optimizer: Any, scale: Any) -> Tensor | None:
         weight
         for _, weights in optimizer._amp_stash.groups()
         for weight in weights
-        if weight.grad is not None and id(weight) not in in_buckets
+        if id(weight) not in in_buckets and weight.grad is not None
     ]
     if loose:
         grads = [_values(weight.grad) for weight in loose]
@@ -88,9 +88,15 @@ def _collect_bucket(bucket: Bucket, scale: Any, flags: list[Tensor], properties:
         for source, view, on in zip(sources, low.unflatten(), fresh, strict=True):
             if source is not None and on:
                 source.grad = view.data
-        flat = cast(low, wide)
     else:
-        flat = gather(bucket.layout, found, wide, bucket.device)
+        low = None
+    earlier = bucket.half is not None and (bucket.waiting is not None or bucket.grads is not None or _any_grad(bucket))
+    if bucket.half is not None and not earlier and not properties.combine_ddp and _all_of(found, bucket.half):
+        low = gather(bucket.layout, found, bucket.half, bucket.device) if low is None else low
+        flags.append(all_finite(low, scale.unscale(torch.ones((), device=bucket.device))))
+        bucket.waiting = Waiting(low, scale, fresh)
+        return
+    flat = gather(bucket.layout, found, wide, bucket.device) if low is None else cast(low, wide)
     if properties.combine_ddp:
         flat, fresh = reduce_gradients(flat, fresh, bucket.device)
         if not any(fresh):
@@ -105,6 +111,14 @@ def _collect_bucket(bucket: Bucket, scale: Any, flags: list[Tensor], properties:
     pairs = [(weight.grad, before) for weight, before in zip(bucket.weights, old, strict=True) if before is not None]
     if pairs:
         add_all([grad for grad, _ in pairs], [before for _, before in pairs])
+
+
+def _any_grad(bucket: Bucket) -> bool:
+    return any(weight.grad is not None for weight in bucket.weights)
+
+
+def _all_of(grads: list[Tensor | None], dtype: torch.dtype) -> bool:
+    return all(grad is None or grad.dtype == dtype for grad in grads)
 
 
 def clear_low_grads(optimizer: Any, set_to_none: bool) -> None:

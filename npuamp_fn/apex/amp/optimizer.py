@@ -16,7 +16,7 @@ from npuamp_fn.apex.amp.gradients import clear_low_grads, collect
 from npuamp_fn.apex.amp.switch import original_class, reduce_as_original
 from npuamp_fn.apex.masters import HALVES, LowParameter, MasterParameter, as_master, link, low_of, synchronise
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer, load_keeping_groups
-from npuamp_fn.apex.storage import Bucket, Member, Storage
+from npuamp_fn.apex.storage import Bucket, Storage
 from npuamp_fn.transforms import op_cast
 
 __all__ = ["AmpOptimizer", "Stash", "adopt", "release", "unwrap"]
@@ -102,13 +102,10 @@ class Stash:
         if isinstance(optimizer, FusedOptimizer):
             return optimizer.buckets()
         combined = self.properties.combine_grad
-        members = [
-            Member(weight, index, "amp")
-            for index, weights in self.groups()
-            for weight in weights
-            if isinstance(weight, MasterParameter) or (combined and weight.requires_grad)
-        ]
-        return self.storage.refresh(members)
+        weights = (weights for _, weights in self.groups())
+        if not combined:
+            weights = ([w for w in group if isinstance(w, MasterParameter)] for group in weights)
+        return self.storage.refresh((group, "amp") for group in weights)
 
     def _adopt_unfrozen(self) -> None:
         optimizer: Any = self._optimizer()
@@ -174,6 +171,9 @@ class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model's parameters and of their masters."""
         stash = self._amp_stash
+        for bucket in _live_buckets(self):
+            if bucket.waiting is not None:
+                bucket.set_grads(None)
         super().zero_grad(set_to_none)
         clear_low_grads(self, set_to_none)
         stash.scaled_by, stash.kept = None, []

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from npuamp_fn import FlatTree, Optimizer, ScaledGrads, fused_update
-from npuamp_fn.apex.storage import Bucket, Member, Storage, alias
+from npuamp_fn import FlatTree, Optimizer, fused_update
+from npuamp_fn.apex.masters import half_of
+from npuamp_fn.apex.storage import Bucket, Storage, alias
 from npuamp_fn.optim.base import Hyper, OptimizerState
 
 __all__ = ["FusedOptimizer"]
@@ -63,49 +64,59 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rules = [self.rule_of(group) for group in self.param_groups]
+        rules = self._rules()
         self._refuse_sparse()
-        buckets = self.buckets(rules)
+        buckets = self.buckets()
         for bucket in buckets:
             bucket.follow_edits()
-        grads = [bucket.current_grads(bucket.dtype) for bucket in buckets]
-        for bucket, (own, active) in zip(buckets, grads, strict=True):
-            self._update(bucket, rules, own, active, [flat for flat, _ in grads])
+        if any(rule.transforms for rule in rules):
+            for bucket in buckets:
+                bucket.reveal()
+        found = [_gradients(bucket) for bucket in buckets]
+        for bucket, (grads, active, factor) in zip(buckets, found, strict=True):
+            self._update(bucket, rules, grads, active, factor, [flat for flat, _, _ in found])
         return loss
 
-    def buckets(self, rules: Sequence[Optimizer] | None = None) -> list[Bucket]:
+    def buckets(self) -> list[Bucket]:
         """Return the flat buffers as they must be now."""
-        rules = [self.rule_of(group) for group in self.param_groups] if rules is None else rules
-        keys = [_static_part(rule) for rule in rules]
-        members = [
-            Member(parameter, index, keys[index])
-            for index, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-            if parameter.requires_grad or parameter.grad is not None
-        ]
-        return self.storage.refresh(members)
+        keys = [_static_part(rule) for rule in self._rules()]
+        return self.storage.refresh(zip((group["params"] for group in self.param_groups), keys, strict=True))
+
+    def _rules(self) -> list[Optimizer]:
+        """Return the core optimizer of every group, made anew where a number changed."""
+        known: list[Any] = self.__dict__.setdefault("_known_rules", [])
+        del known[len(self.param_groups) :]
+        for index, group in enumerate(self.param_groups):
+            numbers = {name: value for name, value in group.items() if name != "params"}
+            if index == len(known):
+                known.append((numbers, self.rule_of(group)))
+            elif known[index][0] != numbers:
+                known[index] = (numbers, self.rule_of(group))
+        return [rule for _, rule in known]
 
     def _update(
-        self, bucket: Bucket, rules: Sequence[Optimizer], grads: FlatTree, active: list[bool], all_grads: list[FlatTree]
+        self,
+        bucket: Bucket,
+        rules: Sequence[Optimizer],
+        grads: FlatTree,
+        active: list[bool],
+        factor: Tensor | None,
+        all_grads: list[FlatTree],
     ) -> None:
         if not any(active):
             return
         rule = rules[next(member.group for member, on in zip(bucket.members, active, strict=True) if on)]
         self._adopt_state(bucket, rule, active)
         hyper = _merged_hyper(bucket, rules, active)
-        factor = None
         for transform in rule.transforms:  # over the gradients of all groups
             factor = transform.factor(all_grads, factor)
         options = {"hyper": hyper, "master_weights": bucket.low is not None, "transforms": ()}
         core = fused_update(rule.replace(**options), donate=True)
         master: Any = () if bucket.low is None else bucket.flat
         state = OptimizerState(_merged_count(bucket, active), bucket.slots, master)
-        gradients: Any = grads
-        if factor is not None or not all(active):
-            on = torch.tensor(active if not all(active) else True, device=bucket.device)
-            factor = torch.ones((), device=bucket.device) if factor is None else factor.to(bucket.device)
-            gradients = ScaledGrads(grads, factor, on, (), on, ())
-        core.update(gradients, state, bucket.flat if bucket.low is None else bucket.low)
+        on = None if all(active) else torch.tensor(active, device=bucket.device)
+        factor = None if factor is None else factor.to(bucket.device)
+        core.apply(grads, state, bucket.flat if bucket.low is None else bucket.low, factor, on)
         bucket.counts.add_(torch.tensor(active, dtype=torch.float32))
         bucket.publish()
 
@@ -162,7 +173,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                if half_of(parameter) is None and parameter.grad is not None and parameter.grad.layout != torch.strided:
                     raise RuntimeError(
                         f"{type(self).__name__} does not support sparse gradients: parameter of shape "
                         f"{tuple(parameter.shape)}; use Embedding(sparse=False), or torch.optim.SparseAdam for it"
@@ -186,6 +197,14 @@ def load_keeping_groups(optimizer: torch.optim.Optimizer, load: Callable[[Any], 
             own = optimizer.state[weight].get(name)
             if isinstance(own, Tensor) and isinstance(value, Tensor) and own.dtype != value.dtype and name != "step":
                 optimizer.state[weight][name] = value.detach().to(weight.device, copy=True)
+
+
+def _gradients(bucket: Bucket) -> tuple[FlatTree, list[bool], Tensor | None]:
+    """Return flat gradients, which weights have one, and what the gradients must be multiplied by."""
+    if bucket.waiting is None:
+        return (*bucket.current_grads(bucket.dtype), None)
+    grads, scale, active = bucket.waiting
+    return grads, active, scale.unscale(torch.ones((), device=bucket.device))
 
 
 def _static_part(rule: Optimizer) -> tuple[Any, ...]:
