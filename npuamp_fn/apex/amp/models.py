@@ -30,6 +30,13 @@ def check_models(models: Sequence[nn.Module], properties: Properties) -> None:
                 f"Incoming model is an instance of {type(model).__name__}. Wrap models AFTER amp.initialize: "
                 "model, optimizer = amp.initialize(model, optimizer, ...), then model = DistributedDataParallel(model)."
             )
+        scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+        if "" in scripted or (scripted and properties.cast_model_type in HALVES and properties.opt_level != "O1"):
+            raise RuntimeError(
+                f"amp.initialize: `{scripted[0] or type(model).__name__}` is a ScriptModule, whose compiled code "
+                "cannot be cast. Initialize the Python module, and trace it afterwards: torch.jit.trace(model.eval(), "
+                "example)."
+            )
         if _amp_state.allow_incoming_model_not_fp32:
             continue
         amp_modules = [module for module in model.modules() if is_initialized(module)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,108 +13,14 @@ from npuamp_fn import cast
 from npuamp_fn.apex.amp._amp_state import _amp_state, maybe_print
 from npuamp_fn.apex.amp.combined import CombinedTensors
 from npuamp_fn.apex.amp.gradients import clear_low_grads, collect
+from npuamp_fn.apex.amp.stash import Stash
 from npuamp_fn.apex.amp.switch import original_class, reduce_as_original
-from npuamp_fn.apex.masters import HALVES, LowParameter, MasterParameter, as_master, link, low_of, synchronise
+from npuamp_fn.apex.masters import HALVES, LowParameter, as_master, link, low_of, synchronise
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer, load_keeping_groups
-from npuamp_fn.apex.storage import Bucket, Storage
+from npuamp_fn.apex.storage import Bucket
 from npuamp_fn.transforms import op_cast
 
-__all__ = ["AmpOptimizer", "Stash", "adopt", "release", "unwrap"]
-
-
-class Stash:
-    """What amp keeps for one optimizer; the public names are those scripts read from ``optimizer._amp_stash``."""
-
-    lazy_init_called = True
-
-    def __init__(self, optimizer: torch.optim.Optimizer, properties: Any, scalers: list[Any]) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self.properties = properties
-        self.scalers = scalers
-        self.scaled_by: Any = None  # the loss scale that model gradients still carry (delay_unscale)
-        self.kept: list[tuple[Tensor, Tensor]] = []  # gradients of earlier contexts, out of the way of backward
-        self.skip: tuple[int, Any] | None = None  # loss id and scaler of the overflow that the next step skips
-        self.last_step_skipped = False
-        self.storage = Storage()
-
-    @property
-    def params_have_scaled_gradients(self) -> bool:
-        """Whether gradients were left scaled by ``delay_unscale``."""
-        return self.scaled_by is not None
-
-    @property
-    def already_patched(self) -> bool:
-        """Whether the next step will be skipped."""
-        return self.skip is not None
-
-    @property
-    def master_weights(self) -> bool:
-        """Whether half parameters have float32 masters."""
-        return bool(self.properties.master_weights)
-
-    def groups(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Return the weights of every group."""
-        optimizer: Any = self._optimizer()
-        return ((index, group["params"]) for index, group in enumerate(optimizer.param_groups))
-
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The half parameters of every group that have masters; without master weights all half ones."""
-        return [
-            [low for w in weights if (low := _half(w, self.master_weights)) is not None] for _, weights in self.groups()
-        ]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """The masters of every group."""
-        return [[w for w in weights if low_of(w) is not None] for _, weights in self.groups()]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The float32 parameters of every group that are no masters."""
-        return [[w for w in weights if low_of(w) is None and w.dtype == torch.float32] for _, weights in self.groups()]
-
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """All of ``fp16_groups``."""
-        return [p for group in self.fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """All masters."""
-        return [p for group in self.fp32_from_fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """All float32 parameters that are no masters."""
-        return [p for group in self.fp32_from_fp32_groups for p in group]
-
-    @property
-    def all_fp32_params(self) -> list[Tensor]:
-        """All float32 parameters, without master weights."""
-        return self.all_fp32_from_fp32_params
-
-    def buckets(self) -> list[Bucket]:
-        """Return the flat buffers: of masters always, of all weights where gradients are combined."""
-        optimizer = self._optimizer()
-        if self.master_weights:
-            self._adopt_unfrozen()
-        if isinstance(optimizer, FusedOptimizer):
-            return optimizer.buckets()
-        combined = self.properties.combine_grad
-        weights = (weights for _, weights in self.groups())
-        if not combined:
-            weights = ([w for w in group if isinstance(w, MasterParameter)] for group in weights)
-        return self.storage.refresh((group, "amp") for group in weights)
-
-    def _adopt_unfrozen(self) -> None:
-        optimizer: Any = self._optimizer()
-        for _, weights in self.groups():
-            for i, weight in enumerate(weights):
-                if weight.requires_grad and weight.dtype in HALVES:
-                    master = weights[i] = as_master(weight)
-                    if weight in optimizer.state:
-                        optimizer.state[master] = optimizer.state.pop(weight)
+__all__ = ["AmpOptimizer", "adopt", "release", "unwrap"]
 
 
 class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
@@ -310,10 +216,6 @@ def amp_optimizer_class(cls: type) -> type:
 
 
 _classes: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
-
-
-def _half(weight: Tensor, masters: bool) -> Tensor | None:
-    return low_of(weight) if masters else (weight if weight.dtype in HALVES else None)
 
 
 def _with_master(item: Any) -> Any:
