@@ -100,18 +100,21 @@ class _Signature:
         real = next(tensors) if self.has_real else None
         finite = next(tensors) if self.finite is not None else None
         hyper = {name: next(tensors) if kind in ("tensor", "vector") else kind for name, kind in self.hyper}
-        segments = _TracedSegments(*rows)
+        segments = _TracedSegments(*rows, real)
         return factor, Item("", grad, param, slots, master, count, hyper, finite, segments, real)
 
 
 class _TracedSegments:
     """RowSegments whose row lengths are tensors, so that one kernel serves every layout."""
 
-    def __init__(self, tensor_of_row: Tensor, rows_per_tensor: Tensor, first_row: Tensor) -> None:
+    def __init__(self, tensor_of_row: Tensor, rows_per_tensor: Tensor, first_row: Tensor, real: Tensor | None) -> None:
         self._tensor_of_row, self._rows_per_tensor, self._first_row = tensor_of_row, rows_per_tensor, first_row
+        self._real = real
 
     def sum(self, x: Tensor, per: str = "tensor") -> Tensor:
         del per  # rules with sums per row run on whole leaves
+        if self._real is not None:
+            x = torch.where(self._real, x, 0.0)
         sums = x.sum(dim=1).double()
         return torch.segment_reduce(sums, "sum", lengths=self._rows_per_tensor, unsafe=True).to(x.dtype)
 

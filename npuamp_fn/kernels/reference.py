@@ -44,9 +44,9 @@ def _run_one(step: Step, item: Item) -> Result:
             value = torch.where(spread(item.finite), value, old)
         return old.copy_(value) if step.donate else value
 
-    kept_slots = {
-        name: keep(value, item.slots[name], (lambda flag: flag) if name in per_tensor else expand)
-        for name, value in new_slots.items()
+    kept_slots = {  # in the order of the item's, whatever the rule's
+        name: keep(new_slots[name], old, (lambda flag: flag) if name in per_tensor else expand)
+        for name, old in item.slots.items()
     }
     if item.master is None:
         return Result(keep(new, item.param), kept_slots, None)

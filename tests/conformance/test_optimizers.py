@@ -12,7 +12,7 @@ from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npuamp_fn import FlatTree, ScaledGrads, flatten, fused_update, load_state_dict, optim, state_dict
+from npuamp_fn import FlatTree, ScaledGrads, flatten, fused_update, kernels, load_state_dict, optim, state_dict
 from npuamp_fn.kernels.rule import HyperValues, RowSegments
 from npuamp_fn.tree import tree_leaves, tree_map, tree_structure
 
@@ -401,6 +401,15 @@ def test_any_layout_gives_the_numbers_of_its_leaves(shapes, seed, data):
             padding = state.slots[slot.name]
             if slot.per == "element":
                 assert torch.equal(flat.layout.pack(padding.unflatten()).buffers[0], padding.buffers[0])
+
+
+@every_optimizer
+@leaves_and_flat
+def test_kernels_return_slots_in_the_order_of_the_rule(optimizer, flat):
+    # Compiled kernels hand results over by position.
+    for item in optimizer.choice(problem(0, flat)[0])[2]:
+        (result,) = kernels.run("reference", kernels.Step(optimizer.rule, None, False), [item])
+        assert list(result.slots) == list(item.slots) == [slot.name for slot in optimizer.rule.slots]
 
 
 @every_optimizer
