@@ -1,6 +1,7 @@
 """``apex.amp``: the legacy interface over ``npuamp_fn``."""
 
 from npuamp_fn import float_function, half_function, promote_function
+from npuamp_fn.apex.amp import lists
 from npuamp_fn.apex.amp._amp_state import _amp_state, master_params
 from npuamp_fn.apex.amp.amp import disable_casts, init
 from npuamp_fn.apex.amp.frontend import initialize, load_state_dict, state_dict
@@ -19,6 +20,7 @@ __all__ = [
     "init",
     "initialize",
     "load_state_dict",
+    "lists",
     "master_params",
     "promote_function",
     "register_float_function",

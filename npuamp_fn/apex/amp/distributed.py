@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from npuamp_fn import FlatTree, mean_over
 from npuamp_fn.apex.masters import slot_of, synchronise
 
-__all__ = ["agree", "broadcast_models", "reduce_gradients", "share_masters"]
+__all__ = ["agree", "broadcast_models", "check_agreement", "reduce_gradients", "share_masters"]
 
 
 def agree(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
@@ -30,13 +31,38 @@ def agree(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
     for index, model in enumerate(models):
         facts += [f"model {index}: parameter {n}: {tuple(p.shape)}, {p.dtype}" for n, p in model.named_parameters()]
     for index, optimizer in enumerate(optimizers):
-        for number, group in enumerate(optimizer.param_groups):
-            facts.append(f"optimizer {index}: group {number}: {len(group['params'])} parameters")
-            facts += [
-                f"optimizer {index}: group {number}: {name}={value!r}"
-                for name, value in group.items()
-                if name not in ("params", "param_names") and isinstance(value, (int, float, str, bool, tuple))
-            ]
+        facts += [f"optimizer {index}: {fact}" for fact in _facts(optimizer)]
+    _compare(facts)
+
+
+def check_agreement(optimizer: Any, device: torch.device) -> None:
+    """Refuse an optimizer that was changed on some ranks only since ``amp.initialize``; one small reduction.
+
+    Raises:
+        RuntimeError: ranks differ; on all ranks alike, naming the first difference.
+    """
+    facts = _facts(optimizer)
+    mark = zlib.crc32(repr(facts).encode())
+    extremes = torch.tensor([mark, -mark], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    highest, lowest = extremes.tolist()
+    if highest != -lowest:
+        _compare(facts)
+
+
+def _facts(optimizer: Any) -> list[str]:
+    facts = []
+    for number, group in enumerate(optimizer.param_groups):
+        facts.append(f"group {number}: parameters {[tuple(p.shape) for p in group['params']]}")
+        facts += [
+            f"group {number}: {name}={value!r}"
+            for name, value in group.items()
+            if name not in ("params", "param_names") and isinstance(value, (int, float, str, bool, tuple))
+        ]
+    return facts
+
+
+def _compare(facts: list[str]) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, facts)
     for rank, theirs in enumerate(everyone):
@@ -44,8 +70,8 @@ def agree(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
             pairs = zip([*everyone[0], "nothing more"], [*theirs, "nothing more"], strict=False)
             here, there = next((a, b) for a, b in pairs if a != b)
             raise RuntimeError(
-                f"combine_ddp: rank 0 and rank {rank} differ: rank 0 has `{here}`, rank {rank} has `{there}`; build "
-                "the same model and optimizer on every rank"
+                f"combine_ddp: rank 0 and rank {rank} differ: rank 0 has `{here}`, rank {rank} has `{there}`; make "
+                "the same model, optimizer and changes to it on every rank"
             )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from npuamp_fn import all_finite, cast
-from npuamp_fn.apex.amp.distributed import reduce_gradients
+from npuamp_fn.apex.amp.distributed import check_agreement, reduce_gradients
 from npuamp_fn.apex.masters import low_of
 from npuamp_fn.apex.storage import Bucket, Waiting, add_all, copy_all, dense, gather
 
@@ -52,7 +52,10 @@ def collect(optimizer: Any, scale: Any) -> Tensor | None:
     """
     flags: list[Tensor] = []
     in_buckets: set[int] = set()
-    for bucket in optimizer._amp_stash.buckets():
+    buckets = optimizer._amp_stash.buckets()
+    if optimizer._amp_stash.properties.combine_ddp and buckets:
+        check_agreement(optimizer, buckets[0].device)
+    for bucket in buckets:
         in_buckets.update(map(id, bucket.weights))
         _collect_bucket(bucket, scale, flags, optimizer._amp_stash.properties)
     loose = [

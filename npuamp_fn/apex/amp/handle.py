@@ -102,6 +102,7 @@ def _casts_in_backward(properties: Any) -> Any:
 
 def _begin(optimizer: Any, state: Any) -> bool:
     """Make way for a backward pass; False if earlier gradients, scaled alike, wait for it to add to them."""
+    optimizer._amp_stash.used = True
     pending = optimizer._amp_stash.scaled_by
     if pending is not None:
         if float(pending[2].value) == float(state.value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,8 @@ class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
         stash.last_step_skipped = False
         fused = isinstance(self, FusedOptimizer)
         buckets = stash.buckets()
+        if stash.master_weights and not stash.used:
+            _warn_of_bare_backward(buckets)
         for bucket in buckets:
             _refuse_converted(self, bucket)
             if not fused:
@@ -254,6 +257,19 @@ def _push(bucket: Bucket) -> None:
     bucket.settle()
     bucket.write_low()
     bucket.publish()
+
+
+def _warn_of_bare_backward(buckets: list[Bucket]) -> None:
+    for bucket in buckets:
+        lows = bucket.lows() if bucket.low is not None else []
+        if any(low is not None and low.grad is not None for low in lows):
+            warnings.warn(
+                "optimizer.step: the half parameters have gradients, but no backward pass ran inside amp.scale_loss, "
+                "so their masters have none and nothing is updated. Write `with amp.scale_loss(loss, optimizer) as "
+                "scaled_loss: scaled_loss.backward()`.",
+                stacklevel=4,
+            )
+            return
 
 
 def _refuse_converted(optimizer: AmpOptimizer, bucket: Bucket) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 from npuamp_fn import APEX_OPS, OpTable, float_function, half_function, promote_function
 from npuamp_fn.op_names import name_of
 
-__all__ = ["operation_table", "register_float_function", "register_half_function", "register_promote_function"]
+__all__ = [
+    "forget",
+    "operation_table",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
 
 _tables = [APEX_OPS]  # the table in force; edited by registrations
 
@@ -38,6 +44,11 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """Run a function on the widest dtype of its inputs at O1; see :func:`register_half_function`."""
     _register(module, name, "promote", promote_function)
+
+
+def forget(module: Any, name: str) -> None:
+    """Leave an operation alone from the next call on."""
+    _tables[0] = _tables[0].without(getattr(module, name))
 
 
 def _register(module: Any, name: str, rule: str, decorate: Any) -> None:

@@ -29,6 +29,7 @@ class Stash:
         self.kept: list[tuple[Tensor, Tensor]] = []  # gradients of earlier contexts, out of the way of backward
         self.skip: tuple[int, Any] | None = None  # loss id and scaler of the overflow that the next step skips
         self.last_step_skipped = False
+        self.used = False  # whether a backward pass ran inside scale_loss
         self.storage = Storage()
 
     @property

@@ -389,6 +389,47 @@ def test_a13_two_models_two_optimizers_three_losses(name, level):
         torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("poisoned_loss", [0, 1])
+@pytest.mark.parametrize("number_of_scales", [1, 2])
+def test_a13_an_inf_in_one_of_two_losses_skips_the_step_and_touches_its_own_scale(
+    number_of_scales, poisoned_loss, fused, level
+):
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 1, bias=False) for _ in range(2)]
+    cls = optimizers.NpuFusedSGD if fused else torch.optim.SGD
+    optimizer = cls([{"params": m.parameters()} for m in models], lr=0.25, momentum=0.5)
+    models, optimizer = amp.initialize(
+        models, optimizer, opt_level=level, loss_scale="dynamic", num_losses=number_of_scales, verbosity=0
+    )
+    for scaler, value in zip(_amp_state.loss_scalers, (4.0, 16.0), strict=False):
+        scaler._loss_scale = value
+    weights = list(amp.master_params(optimizer))
+    expected, velocity = [w.detach().clone() for w in weights], [torch.zeros(1, 3)] * 2
+    for iteration in range(4):
+        optimizer.zero_grad()
+        for loss in range(2):
+            scale_of_loss = loss if number_of_scales == 2 else 0
+            total = models[0](torch.ones(1, 3)).sum() + (loss + 1) * models[1](torch.ones(1, 3)).sum()
+            with amp.scale_loss(total, optimizer, loss_id=scale_of_loss) as scaled:
+                scaled.backward()
+                if iteration == 1 and loss == poisoned_loss:
+                    models[loss].weight.grad[0, 1] = float("inf")
+        optimizer.step()
+        assert optimizer._amp_stash.last_step_skipped == (iteration == 1)
+        if iteration != 1:
+            velocity = [0.5 * v + g for v, g in zip(velocity, (2.0, 3.0), strict=True)]
+            expected = [w - 0.25 * v for w, v in zip(expected, velocity, strict=True)]
+        tolerance = 2e-2 if level == "O3" else 1e-5
+        for model, weight, value in zip(models, weights, expected, strict=True):
+            torch.testing.assert_close(weight.detach().float(), value.float(), rtol=tolerance, atol=tolerance)
+            assert torch.equal(model.weight, weight.to(model.weight.dtype))
+    scales = [4.0, 16.0][:number_of_scales]
+    scales[poisoned_loss if number_of_scales == 2 else 0] /= 2
+    assert [s.loss_scale() for s in _amp_state.loss_scalers] == scales
+
+
 @pytest.mark.parametrize("norm", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["sgd", "torch_sgd"])
@@ -644,6 +685,34 @@ def test_a28_zero_grad_both_ways(name, combine_grad, level):
             if to_none:
                 optimizer.step()
                 assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_backward_pass_outside_scale_loss_is_not_lost_in_silence():
+    model, optimizer = initialized(FUSED["sgd"], "O2")
+    loss_of(model).backward()
+    with pytest.warns(UserWarning, match="no backward pass ran inside amp.scale_loss"):
+        optimizer.step()
+
+
+def test_named_parameters_and_wrapped_optimizers_are_taken():
+    class Larc:
+        def __init__(self, optim):
+            self.optim = optim
+            self.param_groups = optim.param_groups
+
+        def step(self):
+            self.optim.step()
+
+    model = make_net()
+    wrapper = Larc(torch.optim.SGD(model.named_parameters(), lr=0.1))
+    model, returned = amp.initialize(model, wrapper, opt_level="O2", loss_scale=8.0, verbosity=0)
+    assert returned is wrapper
+    before = [p.detach().clone() for p in amp.master_params(wrapper)]
+    with amp.scale_loss(loss_of(model), wrapper) as scaled:
+        scaled.backward()
+    wrapper.step()
+    assert all(not torch.equal(p, q) for p, q in zip(before, amp.master_params(wrapper), strict=True) if p.numel() > 6)
+    assert wrapper.param_groups[0]["param_names"][0] == "0.weight"
 
 
 def test_combined_getters_follow_the_vendors_shapes():

@@ -124,6 +124,18 @@ def ranks_that_differ_are_refused_by_name(rank):
         amp.initialize(model, optimizer, opt_level="O2", combine_ddp=True, verbosity=0)
 
 
+def an_optimizer_changed_on_one_rank_is_caught(rank):
+    model = make_net(seed=0)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    options = {"loss_scale": 8.0, "combine_ddp": True, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", **options)
+    train(model, optimizer, rank, 1)
+    if rank == 0:
+        optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with pytest.raises(RuntimeError, match=r"rank 0 and rank 1 differ.*group 1: parameters.*nothing more"):
+        train(model, optimizer, rank, 1)
+
+
 def torch_ddp_gives_every_rank_the_same_masters(rank):
     for made in (optimizers.NpuFusedAdam, torch.optim.Adam):
         model = make_net(seed=rank)
@@ -140,6 +152,7 @@ CASES = [
     an_overflow_on_one_rank_is_skipped_by_both,
     parameters_unused_on_one_rank_do_not_hang,
     ranks_that_differ_are_refused_by_name,
+    an_optimizer_changed_on_one_rank_is_caught,
     torch_ddp_gives_every_rank_the_same_masters,
 ]
 

@@ -159,6 +159,27 @@ def test_registering_a_float_function_does_not_round_through_half():
     assert model(torch.full((1, 1), 1.0001)).item() == torch.full((1, 1), 1.0001).square().item()
 
 
+def test_editing_apexs_lists_edits_the_table():
+    from npuamp_fn.apex.amp.lists import functional_overrides, torch_overrides
+
+    class Net(nn.Module):
+        def forward(self, x):
+            self.dtypes = (F.softmax(x, 0).dtype, torch.mm(x, x).dtype)
+            return x
+
+    model = Net()
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    half = torch.ones(2, 2, dtype=torch.float16)
+    model(half)
+    assert model.dtypes == (torch.float32, torch.float16)
+    assert "mm" in torch_overrides.FP16_FUNCS
+    functional_overrides.FP32_FUNCS.remove("softmax")
+    functional_overrides.FP16_FUNCS.append("softmax")
+    torch_overrides.FP16_FUNCS.remove("mm")
+    model(torch.ones(2, 2))
+    assert model.dtypes == (torch.float16, torch.float32)
+
+
 def test_registering_a_missing_function_says_so():
     with pytest.raises(ValueError, match=r"No function named no_such in module"):
         amp.register_half_function(torch, "no_such")
