@@ -6,15 +6,7 @@ values and pure functions that compose with ``torch.func`` and ``torch.compile``
 
 from npuamp_fn import optim
 from npuamp_fn.flat import FlatTree, Layout, flatten
-from npuamp_fn.loss_scale import (
-    DynamicLossScale,
-    NoOpLossScale,
-    ScaledGrads,
-    StaticLossScale,
-    all_finite,
-    global_norm,
-    tree_where,
-)
+from npuamp_fn.loss_scale import DynamicLossScale, NoOpLossScale, ScaledGrads, StaticLossScale
 from npuamp_fn.modules import functionalize
 from npuamp_fn.op_tables import APEX_OPS, OpTable
 from npuamp_fn.optim import Optimizer
@@ -29,6 +21,7 @@ from npuamp_fn.transforms.op_functions import float_function, half_function, pro
 from npuamp_fn.transforms.reduce import mean_over
 from npuamp_fn.transforms.remat import remat
 from npuamp_fn.transforms.scaling import SupportsLossScaling, scaled_grad, with_loss_scaling
+from npuamp_fn.tree_math import all_finite, global_norm, tree_where
 
 __version__ = "0.1.0"
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from npuamp_fn.tracing import is_wrapped
+from npuamp_fn.placement import (
+    CASTABLE,
+    ROW,
+    Bucket,
+    Place,
+    Segment,
+    address,
+    concatenate,
+    lay_out,
+    memory_order,
+    view_of,
+)
 from npuamp_fn.tree import (
     check_dtype,
     check_patterns,
     check_same_structure,
+    describe,
     is_float,
     matches,
     struct,
@@ -24,53 +36,6 @@ from npuamp_fn.tree import (
 )
 
 __all__ = ["ROW", "Bucket", "FlatTree", "Layout", "Segment", "flatten"]
-
-ROW = 256
-"""Every tensor starts on a row of this many elements, so that per-tensor work is row work (see kernels)."""
-
-_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """The place of one tensor: ``size`` elements at ``offset`` of buffer ``bucket``."""
-
-    path: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...] | None  # dimensions from outermost to innermost in memory; None: contiguous
-    dtype: torch.dtype  # of the leaf that was flattened
-    bucket: int
-    offset: int
-    size: int
-
-    def pack(self, leaf: Tensor) -> Tensor:
-        """Return the leaf's elements in memory order, as one dimension."""
-        return (leaf if self.order is None else leaf.permute(self.order)).reshape(-1)
-
-    def unpack(self, piece: Tensor) -> Tensor:
-        """View elements in memory order as the leaf; leading dimensions of the piece are kept."""
-        batch = piece.shape[:-1]
-        if self.order is None:
-            return piece.view((*batch, *self.shape))
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        view = piece.view((*batch, *(self.shape[d] for d in self.order)))
-        return view.permute((*range(len(batch)), *(len(batch) + d for d in inverse)))
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One buffer of a layout: its pieces are tensors and the padding between them."""
-
-    device: torch.device
-    dtype: torch.dtype
-    size: int  # elements, padding included; a multiple of ROW
-    segments: tuple[int, ...]  # indices into Layout.segments, in storage order
-    pieces: tuple[int, ...]  # what the buffer splits into
-    real: tuple[int, ...]  # which of the pieces are tensors, in the order of `segments`
-    rows: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each tensor; every update asks for them
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", tuple(-(-self.pieces[index] // ROW) for index in self.real))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +95,7 @@ class Layout:
             ValueError: structure or shape differs, or tied leaves do; the message names the first differing path.
         """
         leaves, rest = self._match(tree)
-        buffers = tuple(_concatenate(self, bucket, leaves, dtype) for bucket in self.buckets)
+        buffers = tuple(concatenate(self.segments, bucket, leaves, dtype) for bucket in self.buckets)
         return FlatTree(buffers, rest, self)
 
     def difference(self, other: Layout) -> str:
@@ -158,9 +123,9 @@ class Layout:
             if not is_float(leaf) or tuple(leaf.shape) != segment.shape:
                 raise ValueError(
                     f"layout: leaf `{segment.path}`: expected a float tensor of shape {segment.shape}, found "
-                    f"{_describe(leaf)}"
+                    f"{describe(leaf)}"
                 )
-            if chosen[place] is not None and _address(chosen[place]) != _address(leaf):
+            if chosen[place] is not None and address(chosen[place]) != address(leaf):
                 raise ValueError(
                     f"layout: leaf `{segment.path}` is stored once for several tied leaves, and the tree has different "
                     "tensors for them; add gradients of tied weights up first"
@@ -246,7 +211,7 @@ class FlatTree:
             source = self._separate(kept)
         buffers = []
         for bucket, buffer in zip(source.layout.buckets, source.buffers, strict=True):
-            if buffer is not None and buffer.dtype in _CASTABLE:
+            if buffer is not None and buffer.dtype in CASTABLE:
                 buffer = buffer.to(torch.float32 if kept[bucket.segments[0]] else dtype)
             buffers.append(buffer)
         return FlatTree(tuple(buffers), source.rest, source.layout)
@@ -255,15 +220,15 @@ class FlatTree:
         # The same tensors in the same order, those to keep in buffers of their own, which come last.
         old = self.layout
         places = [
-            _Place(s.path, s.shape, s.order, s.dtype, s.size, (s.bucket, own))
+            Place(s.path, s.shape, s.order, s.dtype, s.size, (s.bucket, own))
             for s, own in zip(old.segments, kept, strict=True)
         ]
         buckets = [(bucket.device, bucket.dtype) for bucket in old.buckets]
-        layout = _lay_out(old.treedef, old.places, places, lambda key: (*buckets[key[0]], key[1]))
+        layout = Layout(old.treedef, old.places, *lay_out(places, lambda key: (*buckets[key[0]], key[1])))
         chunks: list[Any] = [None] * len(old.segments)
         for bucket, buffer in zip(old.buckets, self.buffers, strict=True):
             if buffer is not None:
-                padded = [old.segments[index].size + _padding(old.segments[index].size) for index in bucket.segments]
+                padded = [rows * ROW for rows in bucket.rows]
                 for index, chunk in zip(bucket.segments, buffer.split(padded, dim=-1), strict=True):
                     chunks[index] = chunk
         buffers = []
@@ -316,7 +281,7 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
         check_patterns(keep, paths, "flatten(keep=...)")
     places: list[int] = []
     chosen: list[Tensor] = []
-    described: list[_Place] = []
+    described: list[Place] = []
     rest: list[Any] = []
     seen: dict[Any, int] = {}
     for path, leaf in zip(paths, leaves, strict=True):
@@ -324,9 +289,9 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
             rest.append(leaf)
             places.append(-len(rest))
             continue
-        address = _address(leaf)
-        twin = seen.get(address)
-        if twin is not None and _view(leaf) != _view(chosen[twin]):
+        where = address(leaf)
+        twin = seen.get(where)
+        if twin is not None and view_of(leaf) != view_of(chosen[twin]):
             raise ValueError(
                 f"flatten: `{described[twin].path}` and `{path}` are different views of the same memory; flattening "
                 "would untie them. Make one from the other inside the function, or .clone() one."
@@ -338,98 +303,16 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
             )
         if twin is None:
             kept = any(matches(path, pattern) for pattern in keep)
-            stored = leaf.dtype if kept or dtype is None or leaf.dtype not in _CASTABLE else dtype
-            twin = seen[address] = len(chosen)
+            stored = leaf.dtype if kept or dtype is None or leaf.dtype not in CASTABLE else dtype
+            twin = seen[where] = len(chosen)
             chosen.append(leaf)
             key = (leaf.device, stored, kept)
-            described.append(_Place(path, tuple(leaf.shape), _memory_order(leaf), leaf.dtype, leaf.numel(), key))
+            described.append(Place(path, tuple(leaf.shape), memory_order(leaf), leaf.dtype, leaf.numel(), key))
         places.append(twin)
-    layout = _lay_out(tree_structure(tree), places, described, lambda key: key)
-    buffers = tuple(_concatenate(layout, bucket, chosen, bucket.dtype) for bucket in layout.buckets)
+    layout = Layout(tree_structure(tree), tuple(places), *lay_out(described, lambda key: key))
+    buffers = tuple(concatenate(layout.segments, bucket, chosen, bucket.dtype) for bucket in layout.buckets)
     return FlatTree(buffers, tuple(rest), layout)
 
 
 def _rebuild_layout(skeleton: Any, *rest: Any) -> Layout:
     return Layout(tree_structure(skeleton), *rest)
-
-
-class _Place(NamedTuple):
-    """A tensor that a layout is to place; tensors of equal key share a bucket."""
-
-    path: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...] | None
-    dtype: torch.dtype
-    size: int
-    key: tuple[Any, ...]
-
-
-def _lay_out(
-    treedef: torch_pytree.TreeSpec,
-    places: Iterable[int],
-    described: Sequence[_Place],
-    meaning: Callable[[tuple[Any, ...]], tuple[torch.device, torch.dtype, bool]],
-) -> Layout:
-    segments: list[Any] = [None] * len(described)
-    buckets: list[Bucket] = []
-    keys = list(dict.fromkeys(place.key for place in described))
-    for key in sorted(keys, key=lambda k: meaning(k)[2]):  # leaves kept in full precision come last
-        device, dtype, _ = meaning(key)
-        members, pieces, real, offset = [], [], [], 0
-        for index, place in enumerate(described):
-            if place.key != key:
-                continue
-            size, padding = place.size, _padding(place.size)
-            segments[index] = Segment(place.path, place.shape, place.order, place.dtype, len(buckets), offset, size)
-            members.append(index)
-            real.append(len(pieces))
-            pieces += [size, padding] if padding else [size]
-            offset += size + padding
-        buckets.append(Bucket(device, dtype, offset, tuple(members), tuple(pieces), tuple(real)))
-    return Layout(treedef, tuple(places), tuple(segments), tuple(buckets))
-
-
-def _concatenate(layout: Layout, bucket: Bucket, leaves: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
-    parts: list[Tensor] = []
-    for index in bucket.segments:
-        segment = layout.segments[index]
-        leaf = leaves[index]
-        if dtype is not None and leaf.dtype in _CASTABLE:
-            leaf = leaf.to(dtype)
-        parts.append(segment.pack(leaf))
-        padding = _padding(segment.size)
-        if padding:
-            parts.append(parts[-1].new_zeros(padding))
-    return torch.cat(parts)
-
-
-def _padding(size: int) -> int:
-    return -size % ROW
-
-
-def _memory_order(leaf: Tensor) -> tuple[int, ...] | None:
-    if leaf.is_contiguous():
-        return None
-    order = tuple(sorted(range(leaf.dim()), key=lambda d: -leaf.stride(d)))
-    return order if leaf.permute(order).is_contiguous() else None
-
-
-def _address(leaf: Tensor) -> Any:
-    # Where a tensor's elements begin. Some have no address that could be asked for (traced, fake and distributed
-    # tensors), or one that says nothing (empty, expanded): then it is the object itself.
-    if torch.compiler.is_compiling() or type(leaf) not in (Tensor, torch.nn.Parameter) or is_wrapped(leaf):
-        return id(leaf)
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
-    if expanded or leaf.numel() == 0 or leaf.device.type == "meta":
-        return id(leaf)
-    return (leaf.device, leaf.data_ptr())
-
-
-def _view(leaf: Tensor) -> tuple[Any, ...]:
-    return (leaf.dtype, tuple(leaf.shape), leaf.stride())
-
-
-def _describe(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)}"
-    return f"{leaf!r} of type {type(leaf).__name__}"

@@ -30,6 +30,7 @@ __all__ = [
     "check_dtype",
     "check_patterns",
     "check_same_structure",
+    "describe",
     "is_float",
     "matches",
     "struct",
@@ -200,6 +201,17 @@ def check_dtype(dtype: Any, what: str) -> None:
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"{what}: dtype: expected a floating-point torch.dtype or None, found {dtype!r}")
+
+
+def describe(leaf: Any) -> str:
+    """Say what a leaf is, for error messages.
+
+    >>> describe(torch.ones(2)), describe("a")
+    ('a torch.float32 tensor of shape (2,)', "'a' of type str")
+    """
+    if isinstance(leaf, Tensor):
+        return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)}"
+    return "None" if leaf is None else f"{leaf!r} of type {type(leaf).__name__}"
 
 
 def is_float(leaf: Any) -> bool:

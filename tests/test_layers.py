@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(npuamp_fn.__file__).parent
 # From the bottom up; a module may import those of its own layer and below.
 LAYERS = [
     {"tree", "device", "tracing"},
-    {"flat", "loss_scale", "policy", "op_names", "op_tables", "modules", "state_dict"},
+    {"tree_math", "placement", "flat", "loss_scale", "policy", "op_names", "op_tables", "modules", "state_dict"},
     {"kernels"},
     {"optim"},
     {"transforms"},

@@ -9,7 +9,7 @@ import torch.utils._pytree as torch_pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npuamp_fn import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, global_norm, tree_where
+from npuamp_fn import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, global_norm, optim, tree_where
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -399,3 +399,15 @@ def test_global_norm_of_half_values_does_not_overflow():
 
 def test_global_norm_counts_complex_leaves():
     assert global_norm([torch.tensor([3 + 4j]), torch.tensor([12.0])]).item() == 13.0
+
+
+@pytest.mark.parametrize("size", [3, 512])
+def test_norm_of_huge_finite_values_overflowed_and_clipping_made_them_zero(size):
+    huge = {"w": torch.full((size,), 1e30)}
+    torch.testing.assert_close(global_norm(huge).item(), 1e30 * size**0.5, rtol=1e-6, atol=0)
+    opt = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(1.0))
+    zeros = {"w": torch.zeros(size)}
+    stepped, _ = opt.update(huge, opt.init(zeros), zeros)
+    torch.testing.assert_close(stepped["w"], torch.full((size,), -(size**-0.5)))
+    assert global_norm({"w": torch.tensor([1.0, float("inf")])}).isinf()
+    assert global_norm({"w": torch.tensor([1.0, float("nan")])}).isnan()

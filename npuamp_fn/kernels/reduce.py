@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn import loss_scale
+from npuamp_fn import tree_math
 from npuamp_fn.flat import FlatTree
 from npuamp_fn.kernels.inductor import compile_once
 from npuamp_fn.tracing import under_transform
@@ -26,14 +26,14 @@ _TINY = 2.0**-96  # squares of (x * _TINY) cannot overflow for finite x
 def all_finite(tree: Any, factor: Tensor | None = None) -> Tensor:
     """Tell whether all float leaves, times ``factor``, are finite: as :func:`npuamp_fn.all_finite`, in one read."""
     norms = _norms(tree, factor)
-    return loss_scale.all_finite(tree, factor) if norms is None else torch.stack([n[1] for n in norms]).all()
+    return tree_math.all_finite(tree, factor) if norms is None else torch.stack([n[1] for n in norms]).all()
 
 
 def global_norm(tree: Any) -> Tensor:
     """Return the Euclidean norm of all float leaves together: as :func:`npuamp_fn.global_norm`, in one read."""
     norms = _norms(tree, None)
     if norms is None:
-        return loss_scale.global_norm(tree)
+        return tree_math.global_norm(tree)
     if len(norms) == 1:
         return norms[0][0]
     return torch.stack([norm.double() for norm, _ in norms]).square().sum().sqrt().float()

@@ -10,11 +10,11 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from npuamp_fn.loss_scale import to_float32
 from npuamp_fn.tracing import under_transform
 from npuamp_fn.transforms.grad import GradFn, RawGrads
 from npuamp_fn.transforms.scaling import as_grad_fn
 from npuamp_fn.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
+from npuamp_fn.tree_math import to_float32
 
 __all__ = ["AccumulatedGradFn", "accumulate"]
 

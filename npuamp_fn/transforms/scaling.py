@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 
 from npuamp_fn.kernels.reduce import all_finite
-from npuamp_fn.loss_scale import (
-    DynamicLossScale,
-    NoOpLossScale,
-    ScaledGrads,
-    StaticLossScale,
-    to_float32,
-)
+from npuamp_fn.loss_scale import DynamicLossScale, NoOpLossScale, ScaledGrads, StaticLossScale
 from npuamp_fn.transforms.grad import GradFn, RawGrads
 from npuamp_fn.tree import tree_map
+from npuamp_fn.tree_math import to_float32
 
 __all__ = ["LossScaledFn", "ScaledGradFn", "SupportsLossScaling", "as_grad_fn", "scaled_grad", "with_loss_scaling"]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from npuamp_fn import ScaledGrads, explain, flatten, fused_update, optim
 from npuamp_fn.kernels import compiled, reduce
-from npuamp_fn.loss_scale import all_finite, global_norm
 from npuamp_fn.tree import tree_leaves
+from npuamp_fn.tree_math import all_finite, global_norm
 
 SIZES = [(), (0,), (1,), (7,), (15,), (16,), (17,), (255,), (256,), (257,), (3, 5, 2), (40, 30)]
 RULES = {
