@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.timing import Bar, Finding, Run, Setup, compare
 from npuamp_fn import NoOpLossScale, flatten, functionalize, fused_update, grad, optim, with_loss_scaling
 
-__all__ = ["Shape", "step_compiled", "step_eager"]
+__all__ = ["Shape", "problem", "step_compiled", "step_eager"]
 
 HALF = torch.bfloat16
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
@@ -76,7 +76,7 @@ class GPT(nn.Module):
 
 def step_eager(setup: Setup, shape: Shape = Shape()) -> list[Finding]:
     """Whole training step, functional O2 eager, against autocast and float32, both with AdamW(fused)."""
-    model, batch = _problem(shape)
+    model, batch = problem(shape)
     runs = [
         Run("functional O2", _functional(model, batch)),
         Run("autocast, AdamW(fused)", _module(model, batch, autocast=True)),
@@ -95,7 +95,7 @@ def step_compiled(setup: Setup, shape: Shape = Shape(), backend: str = "inductor
     def compile(fun: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fun, backend=backend)
 
-    model, batch = _problem(shape)
+    model, batch = problem(shape)
     runs = [
         Run("whole step compiled", _functional(model, batch, compile_step=compile)),
         Run("gradient compiled, update fused", _functional(model, batch, compile_grad=compile)),
@@ -108,7 +108,8 @@ def step_compiled(setup: Setup, shape: Shape = Shape(), backend: str = "inductor
     return compare(runs, bars, setup)
 
 
-def _problem(shape: Shape) -> tuple[GPT, tuple[Tensor, Tensor]]:
+def problem(shape: Shape) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """Return the model and a batch of inputs and targets."""
     torch.manual_seed(0)
     ids = torch.randint(shape.vocabulary, (shape.batch, shape.context + 1))
     return GPT(shape), (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())

@@ -14,6 +14,7 @@ Call = tuple[Any, dict[str, Any]]  # positional and keyword arguments
 
 # What tensors a call has, as bits: of the low dtype, of float32, of another floating or complex dtype, sparse.
 _LOW, _FULL, _FOREIGN, _SPARSE = 1, 2, 4, 8
+_STRIDED = torch.strided
 _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _NUMBERS = (bool, int, float, complex)
 _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
@@ -136,7 +137,7 @@ def _seen(values: Iterable[Any], low: torch.dtype) -> int:
                 seen |= _LOW
             elif dtype.is_floating_point or dtype.is_complex:
                 seen |= _FOREIGN
-            if value.layout in _SPARSE_LAYOUTS:
+            if value.layout is not _STRIDED and value.layout in _SPARSE_LAYOUTS:
                 seen |= _SPARSE
         elif isinstance(value, (list, tuple)):
             seen |= _seen(value, low)
