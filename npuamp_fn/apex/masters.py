@@ -134,8 +134,10 @@ def half_of(weight: Any) -> torch.dtype | None:
 
 
 def set_bucket(weight: Any, bucket: Any) -> None:
-    """Tell a master which bucket holds its gradient."""
-    weight._amp_bucket = _Reference(bucket)
+    """Tell a master which bucket holds its gradient; two optimizers may share it."""
+    reference = weight.__dict__.get("_amp_bucket")
+    if reference is None or reference() is not bucket:
+        weight._amp_bucket = _Reference(bucket)
 
 
 def set_grad(weight: Tensor, value: Tensor | None) -> None:

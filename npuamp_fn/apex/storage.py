@@ -87,9 +87,6 @@ class Bucket:
         self.low_grads: Tensor | None = None  # the model's half gradients, where they are combined
         self._homes = [0] * len(members)
         self._low_homes = [0] * len(members)
-        if self.half is not None:
-            for weight in self.weights:
-                set_bucket(weight, self)
         self.settle()
 
     @property
@@ -169,6 +166,12 @@ class Bucket:
         self.grad_views = [view.data for view in grads.unflatten()]
         for weight, view, on in zip(self.weights, self.grad_views, active or [True] * len(self.weights), strict=True):
             set_grad(weight, view if on else None)
+
+    def wait(self, waiting: Waiting) -> None:
+        """Keep gradients for the step, or for whoever asks a master for its gradient."""
+        self.waiting = waiting
+        for weight in self.weights:
+            set_bucket(weight, self)
 
     def reveal(self) -> None:
         """Compute the unscaled gradients that wait, and give them to the masters."""

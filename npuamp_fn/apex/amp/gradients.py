@@ -97,7 +97,7 @@ def _collect_bucket(bucket: Bucket, scale: Any, flags: list[Tensor], properties:
     if bucket.half is not None and not earlier and not properties.combine_ddp and _all_of(found, bucket.half):
         low = gather(bucket.layout, found, bucket.half, bucket.device) if low is None else low
         flags.append(all_finite(low, scale.unscale(torch.ones((), device=bucket.device))))
-        bucket.waiting = Waiting(low, scale, fresh)
+        bucket.wait(Waiting(low, scale, fresh))
         return
     flat = gather(bucket.layout, found, wide, bucket.device) if low is None else cast(low, wide)
     if properties.combine_ddp:

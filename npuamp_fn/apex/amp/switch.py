@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from npuamp_fn.apex.amp.distributed import share_masters
 from npuamp_fn.apex.amp.inputs import cast_values
@@ -202,10 +203,20 @@ def switch(module: nn.Module) -> None:
     """Switch a module and its sub-modules into their initialized classes."""
     for child in module.modules():
         if not isinstance(child, (AmpModule, torch.jit.ScriptModule)):
-            child.__class__ = amp_class(type(child))
+            child.__class__ = _switched_class(child)
             becomes = getattr(child, "cls_to_become", None)  # lazy modules change their class at the first call
             if isinstance(becomes, type):
                 child.__dict__["cls_to_become"] = amp_class(becomes)
+
+
+def _switched_class(module: nn.Module) -> type:
+    cls = type(module)
+    if not parametrize.is_parametrized(module):
+        return amp_class(cls)
+    # A parametrized module has a class of its own, and remove_parametrizations returns to that class's first base.
+    body = {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__")}
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (amp_class(cls.__bases__[0]),), body)
 
 
 def unscope(model: nn.Module) -> None:

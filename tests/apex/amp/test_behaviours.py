@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from npuamp_fn.apex import amp, optimizers
 from npuamp_fn.apex.amp._amp_state import _amp_state
@@ -665,6 +666,80 @@ def test_a25_weight_and_spectral_norm(level, kind, form):
     assert all(value.dtype == torch.float32 for value in saved.values())
     model.load_state_dict(saved)
     torch.testing.assert_close(model(batch(0)), out, rtol=1e-3, atol=1e-3)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a25_parametrizations_come_and_go(level, when):
+    model = nn.Linear(4, 2)
+    if when == "before":
+        nn.utils.parametrize.register_parametrization(model, "weight", Doubled())
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    if when == "after":
+        nn.utils.parametrize.register_parametrization(model, "weight", Doubled())
+    one_step(model, optimizer)
+    exported = model.state_dict()
+    masters = list(amp.master_params(optimizer))
+    for value in exported.values():
+        assert any(torch.equal(value, master) for master in masters)
+    before = model(batch(1))
+    nn.utils.parametrize.remove_parametrizations(model, "weight")
+    assert model(batch(1)).dtype == torch.float32
+    torch.testing.assert_close(model(batch(1)), before, rtol=1e-3, atol=1e-3)
+
+
+def test_a25_pruning_after_initialize_keeps_masters():
+    model = nn.Linear(4, 2)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    prune.l1_unstructured(model, "weight", 0.5)
+    one_step(model, optimizer)
+    assert int((model.weight == 0).sum()) == 4
+    assert torch.equal(model.state_dict()["weight_orig"], next(amp.master_params(optimizer)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_tied_weights_stay_tied(level):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x))[:, :2]
+
+    model = Tied()
+    optimizer = optimizers.NpuFusedAdamW(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for seed in range(2):
+        one_step(model, optimizer, seed)
+    assert model.a.weight is model.b.weight
+    exported, twin = model.state_dict(), copy.deepcopy(model)
+    assert torch.equal(exported["a.weight"], exported["b.weight"])
+    assert twin.a.weight is twin.b.weight
+
+
+def test_two_optimizers_over_the_same_parameters_share_their_masters():
+    model = nn.Linear(4, 2)
+    made = [torch.optim.SGD(model.parameters(), lr=0.1), optimizers.NpuFusedSGD(model.parameters(), lr=0.1)]
+    model, made = amp.initialize(model, made, opt_level="O2", loss_scale=8.0, verbosity=0)
+    first, second = (next(amp.master_params(optimizer)) for optimizer in made)
+    assert first is second
+    before = first.detach().clone()
+    for optimizer in made:
+        with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(first.detach(), before - 0.2)
+    assert torch.equal(model.weight, first.half())
 
 
 @pytest.mark.parametrize("level", LEVELS)
