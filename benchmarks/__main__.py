@@ -58,7 +58,7 @@ def main() -> None:
 
     torch.set_num_threads(options.threads)
     setup = Setup(options.elements, rounds=options.rounds, threads=options.threads, patience=options.patience)
-    results["machine"] = report.machine(setup, timing.bandwidth(setup))
+    results["machine"] = report.machine(timing.bandwidth(setup))
     for name in names:
         results["rows"][name] = report.entry(name, BENCHMARKS[name], BENCHMARKS[name](setup), setup)
         results["rows"] = {known: results["rows"][known] for known in BENCHMARKS if known in results["rows"]}

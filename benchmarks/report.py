@@ -22,14 +22,13 @@ __all__ = ["entry", "load", "machine", "save", "show", "write_page"]
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
-def machine(setup: Setup, bandwidth: dict[str, float]) -> dict[str, Any]:
+def machine(bandwidth: dict[str, float]) -> dict[str, Any]:
     """Describe where the figures come from."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "threads": setup.threads,
         "bandwidth": bandwidth,
     }
 
@@ -87,9 +86,9 @@ def _figures(results: dict[str, Any]) -> str:
     where = results["machine"]
     speed = where["bandwidth"]
     lines = [
-        f"{where['processor']}, {where['cores']} cores, {where['threads']} threads, torch {where['torch']}, Python "
-        f"{where['python']}. Memory, measured in the same run: copy {speed['copy']:.0f} GB/s (read and written bytes), "
-        f"read {speed['read']:.0f} GB/s.",
+        f"{where['processor']}, {where['cores']} cores, torch {where['torch']}, Python {where['python']}.",
+        f"Memory, measured in the same run: copy {speed['copy']:.0f} GB/s (bytes read and written), read "
+        f"{speed['read']:.0f} GB/s.",
     ]
     for name, row in results["rows"].items():
         sizes = row["setup"]
@@ -98,7 +97,7 @@ def _figures(results: dict[str, Any]) -> str:
             f"### {name}",
             "",
             row["work"],
-            f"({row['date']}; {sizes['elements']:,} elements, {sizes['rounds']} rounds.)",
+            f"({row['date']}; {sizes['elements']:,} elements, {sizes['rounds']} rounds, threads: {sizes['threads']}.)",
             "",
             "| ours | theirs | ms | measured | min-max | bar | |",
             "|---|---|---|---|---|---|---|",

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks.timing import Finding, Setup
+from benchmarks.timing import Finding, Load, Setup
 
 __all__ = ["import_time", "kernel_startup"]
 
@@ -41,28 +41,33 @@ print(json.dumps(seconds))
 
 def import_time(setup: Setup) -> list[Finding]:
     """``import npuamp_fn`` beyond ``import torch, optree``, in fresh processes."""
+    load = Load()
     seconds = [_run(IMPORT, {})["import"] for _ in range(setup.rounds)]
-    value = statistics.median(seconds)
-    return [Finding("import npuamp_fn", "", "seconds", value, 0.25, min(seconds), max(seconds))]
+    return [_finding("import npuamp_fn", seconds, 0.25, load)]
 
 
 def kernel_startup(setup: Setup) -> list[Finding]:
     """First kernel of a fresh process, and each further rule, with Inductor's cache empty and filled."""
     code = KERNELS.format(threads=setup.threads)
+    load = Load()
     with tempfile.TemporaryDirectory() as folder:
         cache = {"TORCHINDUCTOR_CACHE_DIR": folder}
-        cold = _run(code, cache)
+        cold = [_run(code, cache)]
         warm = [_run(code, cache) for _ in range(min(3, setup.rounds))]
-    first, *further = cold
     findings = []
-    for name in (first, *further):
-        what = "first kernel" if name == first else "further rule"
-        findings.append(Finding(f"{what}, {name}: empty cache", "", "seconds", cold[name], None))
-        seconds = [run[name] for run in warm]
-        limit = 4.5 if name == first else 0.2
-        value, low, high = statistics.median(seconds), min(seconds), max(seconds)
-        findings.append(Finding(f"{what}, {name}: warm cache", "", "seconds", value, limit, low, high))
+    for runs, state in ((cold, "empty"), (warm, "warm")):
+        for index, name in enumerate(cold[0]):
+            what, limit = ("further rule", 0.2) if index else ("first kernel", 4.5)
+            seconds = [run[name] for run in runs]
+            findings.append(
+                _finding(f"{what}, {name}: {state} cache", seconds, limit if state == "warm" else None, load)
+            )
     return findings
+
+
+def _finding(what: str, seconds: list[float], limit: float | None, load: Load) -> Finding:
+    value, low, high = statistics.median(seconds), min(seconds), max(seconds)
+    return Finding(what, "", "seconds", value, limit, low, high, others=load.others())
 
 
 def _run(code: str, environment: dict[str, str]) -> dict[str, float]:

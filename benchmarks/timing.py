@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-__all__ = ["Bar", "Finding", "Round", "Run", "Setup", "absent", "alternate", "bandwidth", "compare", "evict"]
+__all__ = ["Bar", "Finding", "Load", "Round", "Run", "Setup", "absent", "alternate", "bandwidth", "compare", "evict"]
 
 QUIET = 0.06
 """A round is quiet if other processes used less than this share of one core during it."""
@@ -156,7 +156,7 @@ def evict(setup: Setup) -> Callable[[], Any]:
 
 
 class Load:
-    """CPU time that other processes use, from the system's count of busy time; Linux only."""
+    """CPU time that other processes than this one and its children use; only Linux says."""
 
     def __init__(self) -> None:
         self._start = self._now()
@@ -170,13 +170,14 @@ class Load:
 
     @staticmethod
     def _now() -> tuple[float, float | None, float]:
+        times = os.times()
+        own = time.process_time() + times.children_user + times.children_system
         try:
             fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         except OSError:
-            return time.perf_counter(), None, time.process_time()
+            return time.perf_counter(), None, own
         user, nice, system, _, _, irq, softirq, steal = fields
-        ticks = os.sysconf("SC_CLK_TCK")
-        return time.perf_counter(), (user + nice + system + irq + softirq + steal) / ticks, time.process_time()
+        return time.perf_counter(), (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK"), own
 
 
 def _is_quiet(measured: Round) -> bool:

@@ -94,7 +94,7 @@ def test_the_page_gets_the_figures_between_its_marks_and_nothing_else_changes(tm
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     finding = Finding("ours", "theirs", "time", 0.5, 0.4, 0.4, 0.6, (1.0, 2.0))
     results = {
-        "machine": report.machine(TINY, {"copy": 40.0, "read": 25.0}),
+        "machine": report.machine({"copy": 40.0, "read": 25.0}),
         "rows": {"x": report.entry("x", alternate, [finding], TINY)},
     }
     report.write_page(page, results)
