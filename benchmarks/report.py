@@ -90,6 +90,13 @@ def _figures(results: dict[str, Any]) -> str:
         f"Memory, measured in the same run: copy {speed['copy']:.0f} GB/s (bytes read and written), read "
         f"{speed['read']:.0f} GB/s.",
     ]
+    findings = [finding for row in results["rows"].values() for finding in row["findings"]]
+    if any((finding["others"] or 0.0) >= QUIET for finding in findings):
+        lines += [
+            "",
+            "The machine was shared and not quiet (last column): these figures show that the rows work and about where",
+            "they stand; they do not decide about the bars.",
+        ]
     for name, row in results["rows"].items():
         sizes = row["setup"]
         lines += [
