@@ -131,10 +131,8 @@ def _run_group(step: Step, items: list[Item]) -> list[Result]:
         if item.master is None:
             results.append(Result(weights[index], own_slots, None))
             continue
-        half = weights[index].to(item.param.dtype)
-        if item.finite is not None:
-            half = torch.where(item.finite, half, item.param)
-        results.append(Result(item.param.copy_(half) if step.donate else half, own_slots, weights[index]))
+        half = item.param.copy_(weights[index]) if step.donate else weights[index].to(item.param.dtype)
+        results.append(Result(half, own_slots, weights[index]))
     return results
 
 

@@ -34,10 +34,6 @@ def _run_one(step: Step, item: Item) -> Result:
         new = torch.where(item.real, new, 0.0)
         new_slots = {n: s if n in per_tensor else torch.where(item.real, s, 0.0) for n, s in new_slots.items()}
 
-    half = new
-    if item.master is not None and item.index is not None:
-        half = round_stochastically(new, item.param.dtype, expand(item.count), item.index(new))
-
     def keep(value: Tensor, old: Tensor, spread: Callable[[Tensor], Tensor] = expand) -> Tensor:
         value = value.to(old.dtype)
         if item.finite is not None:
@@ -50,4 +46,10 @@ def _run_one(step: Step, item: Item) -> Result:
     }
     if item.master is None:
         return Result(keep(new, item.param), kept_slots, None)
-    return Result(keep(half, item.param), kept_slots, keep(new, item.master))
+    master = keep(new, item.master)
+    if item.index is not None:
+        half = round_stochastically(new, item.param.dtype, expand(item.count), item.index(new))
+        return Result(keep(half, item.param), kept_slots, master)
+    # The half copy always is the rounded master, also after a skip: it need not be read.
+    half = item.param.copy_(master) if step.donate else master.to(item.param.dtype)
+    return Result(half, kept_slots, master)

@@ -74,7 +74,8 @@ def with_master_weights(optimizer: Any, rounding: Literal["nearest", "stochastic
 
     The parameters are stored in float16 or bfloat16 and gradients arrive so; the update reads and writes the
     masters and rounds them into the parameters in the same pass. Parameters that are float32 already have none.
-    Pass ``init(params, master=full_precision_params)`` to start from unrounded weights.
+    Pass ``init(params, master=full_precision_params)`` to start from unrounded weights. The masters are the truth:
+    an update never reads the half parameters, so editing those alone has no effect.
 
     Args:
         optimizer: Any optimizer.
