@@ -9,7 +9,7 @@ import torch
 from npuamp_fn.apex import amp
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/how-to-choose.md", "docs/gotchas.md")
+PAGES = ("README.md", "docs/how-to-choose.md", "docs/gotchas.md", "docs/o1.md")
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,12 @@ def test_form_b_of_how_to_choose_keeps_half_parameters_and_float32_masters():
     assert master.dtype == torch.float32
     assert torch.equal(names["params"].buffers[0], master.bfloat16())
     assert not torch.equal(master, names["master"].buffers[0])
+
+
+def test_the_o1_page_gives_the_dtypes_it_names():
+    names = run_blocks("docs/o1.md")[-1]
+    dtypes = [names[name].dtype for name in ("scores", "weights", "gradient")]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("page", PAGES)
