@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import memory, report, rules, startup, step, tail, timing, update
+from benchmarks import casts, memory, report, rules, startup, step, tail, timing, update
 from benchmarks.timing import Finding, Setup
 
 BENCHMARKS: dict[str, Callable[[Setup], list[Finding]]] = {
@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, Callable[[Setup], list[Finding]]] = {
         tail.norm_and_finite,
         step.step_eager,
         step.step_compiled,
+        casts.operation_casts,
         memory.memory,
         startup.kernel_startup,
         startup.import_time,
