@@ -67,10 +67,11 @@ def scale_loss(
     if not checked and scaler.loss_scale() == 1.0 and not properties.combine_grad:
         yield cast(loss, torch.float32)
         return
+    loss = loss if loss.dtype == torch.float32 else cast(loss, torch.float32)
     fresh = [optimizer for optimizer in ours if _begin(optimizer, state)]
     try:
         with _casts_in_backward(properties):
-            yield state.scale(cast(loss, torch.float32))
+            yield state.scale(loss)
     except BaseException:
         for optimizer in fresh:
             restore(optimizer)
@@ -113,8 +114,10 @@ def _begin(optimizer: Any, state: Any) -> bool:
 
 
 def _record(scaler: Any, flags: list[Tensor]) -> None:
-    if flags:
-        scaler.record(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+    if len(flags) > 1:
+        flags = [torch.stack([flag.to(flags[0].device) for flag in flags]).all()]
+    for flag in flags:
+        scaler.record(flag)
 
 
 def _settings(optimizers: list[Any]) -> tuple[Any, Any]:
