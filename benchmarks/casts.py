@@ -14,10 +14,12 @@ from npuamp_fn import APEX_OPS, OpTable, cast_ops
 
 __all__ = ["operation_casts"]
 
+_SHAPE = Shape()
 
-def operation_casts(setup: Setup) -> list[Finding]:
+
+def operation_casts(setup: Setup, shape: Shape = _SHAPE) -> list[Finding]:
     """Forward and backward of a small GPT under O1, against torch.autocast; once without what only O1 widens."""
-    model, (ids, targets) = problem(Shape())
+    model, (ids, targets) = problem(shape)
 
     def loss() -> Tensor:
         return F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())

@@ -12,7 +12,7 @@ from benchmarks.timing import Bar, Finding, Run, Setup, alternate, compare
 
 TINY = Setup(elements=2_000, tensors=4, rounds=2, threads=1, patience=2, seconds=0.0)
 TINY_GPT = step.Shape(layers=1, width=8, heads=2, vocabulary=8, context=4, batch=2)
-ARGUMENTS = {"step_eager": (TINY_GPT,), "step_compiled": (TINY_GPT, "eager")}
+ARGUMENTS = {"operation_casts": (TINY_GPT,), "step_eager": (TINY_GPT,), "step_compiled": (TINY_GPT, "eager")}
 NEEDS_COMPILER = {"small_tensors", "kernel_startup"}  # Inductor's time, whatever the size
 UNITS = {"time", "rate", "seconds", "bytes per parameter", "relative"}
 
