@@ -219,6 +219,7 @@ class ScaledGrads(NamedTuple):
     aux: Any  # what the loss function returned beside the loss; () if nothing
     finite: Tensor  # shape=[], dtype=bool: whether every gradient is finite
     loss_scale: Any  # for the next step
+    norm: Any = ()  # shape=[], dtype=float32: norm of the true gradients, if the finite test's read gave it; else ()
 
 
 def _multiply(tree: Any, factor: Tensor) -> Any:

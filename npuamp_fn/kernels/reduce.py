@@ -14,7 +14,7 @@ from npuamp_fn.flat import FlatTree
 from npuamp_fn.kernels.inductor import compile_once
 from npuamp_fn.tracing import under_transform
 
-__all__ = ["WORTH_COMPILING", "all_finite", "global_norm"]
+__all__ = ["WORTH_COMPILING", "all_finite", "finite_and_norm", "global_norm"]
 
 WORTH_COMPILING = 2**20
 """Elements from which a compiled pass is used: compiling costs seconds, a small reduction microseconds."""
@@ -25,18 +25,29 @@ _TINY = 2.0**-96  # squares of (x * _TINY) cannot overflow for finite x
 
 def all_finite(tree: Any, factor: Tensor | None = None) -> Tensor:
     """Tell whether all float leaves, times ``factor``, are finite: as :func:`npuamp_fn.all_finite`, in one read."""
-    norms = _norms(tree, factor)
-    return tree_math.all_finite(tree, factor) if norms is None else torch.stack([n[1] for n in norms]).all()
+    return finite_and_norm(tree, factor)[0]
 
 
 def global_norm(tree: Any) -> Tensor:
     """Return the Euclidean norm of all float leaves together: as :func:`npuamp_fn.global_norm`, in one read."""
     norms = _norms(tree, None)
+    return tree_math.global_norm(tree) if norms is None else _total(norms)
+
+
+def finite_and_norm(tree: Any, factor: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return whether all float leaves, times ``factor``, are finite, and their norm if the same read gave it."""
+    norms = _norms(tree, factor)
     if norms is None:
-        return tree_math.global_norm(tree)
+        return tree_math.all_finite(tree, factor), None
+    flags = [finite for _, finite in norms]
+    return flags[0] if len(flags) == 1 else torch.stack([f.to(flags[0].device) for f in flags]).all(), _total(norms)
+
+
+def _total(norms: list[tuple[Tensor, Tensor]]) -> Tensor:
+    first = norms[0][0]
     if len(norms) == 1:
-        return norms[0][0]
-    return torch.stack([norm.double() for norm, _ in norms]).square().sum().sqrt().float()
+        return first
+    return torch.stack([norm.to(first.device).double() for norm, _ in norms]).square().sum().sqrt().float()
 
 
 def _norms(tree: Any, factor: Tensor | None) -> list[tuple[Tensor, Tensor]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -80,9 +80,22 @@ class ByPath:
 class GradientTransform(Protocol):
     """Something done to the gradients before the rule sees them, as one factor for all of them."""
 
-    def factor(self, grads: Any, factor: Tensor | None) -> Tensor:
-        """Return what the gradients must be multiplied by, given what they had to be multiplied by already."""
+    def factor(self, grads: Any, factor: Tensor | None, norm: Tensor | None = None) -> Tensor:
+        """Return what the gradients must be multiplied by, given what they had to be multiplied by already.
+
+        ``norm`` is that of the gradients after ``factor``, if somebody knows it.
+        """
         ...
+
+
+def total_factor(
+    transforms: Sequence[GradientTransform], grads: Any, factor: Tensor | None, norm: Any = ()
+) -> Tensor | None:
+    """Return what gradients must be multiplied by after all transforms; ``norm`` as in ScaledGrads."""
+    known = norm if isinstance(norm, Tensor) else None
+    for transform in transforms:
+        factor, known = transform.factor(grads, factor, known), None
+    return factor
 
 
 class OptimizerState(NamedTuple):
@@ -172,11 +185,17 @@ class Optimizer:
         _check_state(state)
         check_gradients(grads.grads if isinstance(grads, ScaledGrads) else grads, params)
         if isinstance(grads, ScaledGrads):
-            return self.apply(grads.grads, state, params, grads.inv_scale, grads.finite)
+            return self.apply(grads.grads, state, params, grads.inv_scale, grads.finite, grads.norm)
         return self.apply(grads, state, params, None, None)
 
     def apply(
-        self, grads: Any, state: OptimizerState, params: Any, factor: Tensor | None, finite: Tensor | None
+        self,
+        grads: Any,
+        state: OptimizerState,
+        params: Any,
+        factor: Tensor | None,
+        finite: Tensor | None,
+        norm: Any = (),
     ) -> tuple[Any, OptimizerState]:
         """Apply one step to gradients that stand for ``grads * factor``, where ``finite``; see :meth:`update`.
 
@@ -186,6 +205,7 @@ class Optimizer:
             params: What to update.
             factor: shape [], float32, or ``None`` for 1.
             finite: shape [], or [tensors] with one step count per tensor, bool; ``None`` applies all.
+            norm: shape [], float32: norm of ``grads * factor``, if it is known already; else ``()``.
 
         Raises:
             TypeError: a donated tensor needs gradients or is under a transform.
@@ -198,8 +218,7 @@ class Optimizer:
             )
         if self.donate:
             check_donation(params, state)
-        for transform in self.transforms:
-            factor = transform.factor(grads, factor)
+        factor = total_factor(self.transforms, grads, factor, norm)
         items = self._items(grads, state, params, finite)
         results = kernels.run(self.kernel, Step(self.rule, factor, self.donate), items)
         count = state.count + 1

@@ -18,9 +18,10 @@ class ClipByGlobalNorm:
 
     max_norm: float
 
-    def factor(self, grads: Any, factor: Tensor | None) -> Tensor:
+    def factor(self, grads: Any, factor: Tensor | None, norm: Tensor | None = None) -> Tensor:
         """Return the factor that takes the gradients, after ``factor``, below the norm."""
-        norm = global_norm(grads) if factor is None else global_norm(grads) * factor
+        if norm is None:
+            norm = global_norm(grads) if factor is None else global_norm(grads) * factor
         clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return clip if factor is None else factor * clip
 
@@ -31,7 +32,8 @@ def clip_by_global_norm(max_norm: float) -> ClipByGlobalNorm:
     .. math:: g = g \min(1, c / (\lVert g \rVert + 10^{-6}))
 
     Scaled gradients are clipped as what they stand for: the true ones. The factor travels to the optimizer's
-    kernel, so clipping costs one read of the gradients and no write.
+    kernel, so clipping costs one read of the gradients and no write; none where the finite test of
+    ``with_loss_scaling`` has read the norm already.
 
     Raises:
         ValueError: ``max_norm`` is not positive.

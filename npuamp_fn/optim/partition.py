@@ -12,7 +12,7 @@ from torch import Tensor
 
 from npuamp_fn.flat import FlatTree
 from npuamp_fn.loss_scale import ScaledGrads
-from npuamp_fn.optim.base import ByPath, Hyper, Optimizer, check_gradients
+from npuamp_fn.optim.base import ByPath, Hyper, Optimizer, check_gradients, total_factor
 from npuamp_fn.optim.items import float_paths
 from npuamp_fn.optim.parts import gather, part_of, scatter
 from npuamp_fn.tree import check_patterns, is_float, matches, tree_flatten, tree_leaves, tree_unflatten
@@ -70,17 +70,16 @@ class Partition:
 
     def update(self, grads: Any, state: tuple[Any, ...], params: Any) -> tuple[Any, tuple[Any, ...]]:
         """Apply one step of every group to its part; see :meth:`Optimizer.update`."""
-        factor = finite = None
+        factor, finite, norm = None, None, ()
         if isinstance(grads, ScaledGrads):
-            grads, factor, finite = grads.grads, grads.inv_scale, grads.finite
+            grads, factor, finite, norm = grads.grads, grads.inv_scale, grads.finite, grads.norm
         if not isinstance(state, tuple) or len(state) != len(self.groups):
             raise TypeError(
                 f"update: expected the state of this partition, a tuple of {len(self.groups)} optimizer states, found "
                 f"{type(state).__name__}; the order is update(grads, state, params)"
             )
         check_gradients(grads, params)
-        for transform in self.transforms:
-            factor = transform.factor(grads, factor)
+        factor = total_factor(self.transforms, grads, factor, norm)
         owners = self._owners(params)
         parts, states = [], []
         for index, (group, own) in enumerate(zip(self.groups, state, strict=True)):

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from npuamp_fn.kernels.reduce import all_finite
+from npuamp_fn.kernels.reduce import finite_and_norm
 from npuamp_fn.loss_scale import DynamicLossScale, NoOpLossScale, ScaledGrads, StaticLossScale
 from npuamp_fn.transforms.grad import GradFn, RawGrads
 from npuamp_fn.tree import tree_map
@@ -220,12 +220,12 @@ def _finish(raw: RawGrads, scale: Tensor, reduce: Callable[[Any], Any] | None, d
     if reduce is not None:
         grads = reduce(to_float32(grads))
     if defer:
-        finite = all_finite(grads, inv_scale)
+        finite, norm = finite_and_norm(grads, inv_scale)
     else:
         grads = tree_map(lambda g: _unscale(g, inv_scale), grads)
-        finite = all_finite(grads)
+        finite, norm = finite_and_norm(grads)
         inv_scale = torch.ones_like(inv_scale)
-    return ScaledGrads(grads, inv_scale, raw.value, raw.aux, finite, ())
+    return ScaledGrads(grads, inv_scale, raw.value, raw.aux, finite, (), () if norm is None else norm)
 
 
 def _unscale(gradient: Any, inv_scale: Tensor) -> Any:

@@ -10,7 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npuamp_fn import ScaledGrads, explain, flatten, fused_update, optim
+from npuamp_fn import (
+    ScaledGrads,
+    StaticLossScale,
+    explain,
+    flatten,
+    fused_update,
+    grad,
+    optim,
+    with_loss_scaling,
+)
 from npuamp_fn.kernels import compiled, reduce
 from npuamp_fn.tree import tree_leaves
 from npuamp_fn.tree_math import all_finite, global_norm
@@ -232,3 +241,21 @@ def test_small_or_traced_trees_take_the_general_path():
     assert reduce.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}) == 5.0
     members = flat.map(lambda b: torch.stack([b, 2 * b]))
     assert torch.func.vmap(reduce.global_norm)(members).tolist() == [5.0, 10.0]
+
+
+def test_clipping_takes_the_norm_that_the_finite_test_read(always_compiled, monkeypatch):
+    params = flatten(make_tree(SIZES))
+    opt = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(1.0))
+    grad_fn = with_loss_scaling(grad(lambda p: (p.buffers[0] ** 2).sum()), defer_unscale=True)
+    out = grad_fn(StaticLossScale.create(64.0), params)
+    exact = 2 * params.buffers[0].double().norm()
+    torch.testing.assert_close(out.norm, exact.float())
+    reads = []
+    monkeypatch.setattr("npuamp_fn.optim.clip.global_norm", lambda tree: reads.append(1) or global_norm(tree))
+    clipped, _ = opt.update(out, opt.init(params), params)
+    assert reads == []
+    expected = params.buffers[0].double() * (1 - 2 * 0.5 / exact)
+    torch.testing.assert_close(clipped.buffers[0], expected.float(), rtol=1e-5, atol=1e-6)
+    again, _ = opt.update(out._replace(norm=()), opt.init(params), params)
+    assert reads == [1]
+    torch.testing.assert_close(again.buffers[0], clipped.buffers[0])
