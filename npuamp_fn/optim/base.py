@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from npuamp_fn import kernels
 from npuamp_fn.flat import FlatTree
 from npuamp_fn.kernels.rule import Item, Rule, Slot, Step, compute_dtype
 from npuamp_fn.loss_scale import ScaledGrads
+from npuamp_fn.optim.hyper import ByPath, Hyper, Schedule
 from npuamp_fn.optim.items import (
     PerTensor,
     check_donation,
@@ -23,58 +24,11 @@ from npuamp_fn.optim.items import (
     put_flat,
     put_leaves,
 )
-from npuamp_fn.tree import check_same_structure, is_float, matches, tree_flatten, tree_map, tree_paths
+from npuamp_fn.tree import check_same_structure, is_float, tree_flatten, tree_map, tree_paths
 
 __all__ = ["ByPath", "GradientTransform", "Hyper", "Optimizer", "OptimizerState", "Schedule", "check_gradients"]
 
-Schedule: TypeAlias = Callable[[Tensor], Any]
-"""A hyper-parameter as a function of the number of steps taken so far (int32, shape [])."""
-
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-class Hyper(Mapping[str, Any]):
-    """Hyper-parameters by name: an immutable, hashable mapping.
-
-    >>> Hyper(lr=0.1)["lr"]
-    0.1
-    """
-
-    def __init__(self, **values: Any) -> None:
-        self._values = {name: _plain(value) for name, value in values.items()}
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._values.items()))
-
-    def __repr__(self) -> str:
-        return f"Hyper({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
-
-
-@dataclass(frozen=True)
-class ByPath:
-    """A hyper-parameter that depends on the parameter: the value of the first pattern that matches its path.
-
-    >>> ByPath((("*.bias", 0.0), ("*", 0.1)))["head.bias"]
-    0.0
-    """
-
-    choices: tuple[tuple[str, Any], ...]
-
-    def __getitem__(self, path: str) -> Any:
-        """Return the value for a path."""
-        for pattern, value in self.choices:
-            if matches(path, pattern):
-                return value
-        raise ValueError(f"update: no hyper-parameter for `{path}`: none of {[p for p, _ in self.choices]} matches it")
 
 
 class GradientTransform(Protocol):
@@ -268,12 +222,6 @@ def _check_state(state: Any) -> None:
             f"update: expected an OptimizerState as second argument, found {type(state).__name__}; the order is "
             "update(grads, state, params)"
         )
-
-
-def _plain(value: Any) -> Any:
-    # NumPy's scalars are numbers too, but torch's operators take Python's only.
-    is_scalar = hasattr(value, "item") and not isinstance(value, Tensor)
-    return value.item() if is_scalar else value
 
 
 def _start(slot: Slot, params: Any) -> Any:
