@@ -35,7 +35,7 @@ def norm_and_finite(setup: Setup) -> list[Finding]:
         buffer = torch.cat([buffer for buffer in flat.buffers if buffer is not None])
         name = f"ours, {str(half).removeprefix('torch.')}"
         runs = [
-            Run(name, lambda flat=flat: (reduce.all_finite(flat), reduce.global_norm(flat)), prepare=clear),
+            Run(name, lambda flat=flat: reduce.finite_and_norm(flat), prepare=clear),
             Run("vector_norm", lambda b=buffer: torch.linalg.vector_norm(b, dtype=torch.float32), prepare=clear),
         ]
         findings += compare(runs, [Bar(name, ("vector_norm",), 0.12)], setup)
