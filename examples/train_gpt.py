@@ -151,7 +151,7 @@ def legacy(name: str, model: nn.Module, dtype: torch.dtype, rate: Callable[[Tens
             scaled_loss.backward()
         optimizer.step()
         scheduler.step()
-        return loss.detach(), amp.state_dict()["loss_scaler0"]["loss_scale"], not optimizer._amp_stash.last_step_skipped
+        return loss.detach(), amp.state_dict()["loss_scaler0"]["loss_scale"], not amp.last_step_skipped(optimizer)
 
     def persistent() -> list[Tensor]:
         moments = [tensor for state in optimizer.state.values() for tensor in state.values()]

@@ -12,7 +12,7 @@ from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, lerp, presen
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_fraction, check_not_negative
 
-__all__ = ["BERT_SCHEDULES", "bert_adam"]
+__all__ = ["BERT_SCHEDULES", "bert_adam", "schedule_factor"]
 
 BERT_SCHEDULES = {
     "warmup_cosine": lambda x, warmup: 0.5 * (1 + torch.cos(math.pi * x)),
@@ -32,15 +32,23 @@ def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor
     return add_scaled(param, step, -_rate(count, hyper)), {"exp_avg": mean, "exp_avg_sq": square}
 
 
+def schedule_factor(schedule: str, x: Tensor, warmup: Any) -> Tensor:
+    """Return what the learning rate is multiplied by at the share ``x`` of all steps, warm-up included.
+
+    >>> schedule_factor("warmup_linear", torch.tensor([0.1, 0.6]), 0.2)
+    tensor([0.5000, 0.5000])
+    """
+    warmup = warmup.clamp(min=0.0) if isinstance(warmup, Tensor) else max(warmup, 0.0)
+    x = x.clamp(0.0, 1.0)  # beyond the last step the end value stays
+    factor = BERT_SCHEDULES[schedule](x, warmup)
+    return torch.where(x < warmup, x / warmup, factor) if present(warmup) else factor
+
+
 def _rate(count: Tensor, hyper: Any) -> Any:
-    total, warmup = hyper.t_total, hyper.warmup
+    total = hyper.t_total
     if not isinstance(total, Tensor) and total == -1:
         return hyper.lr
-    warmup = warmup.clamp(min=0.0) if isinstance(warmup, Tensor) else max(warmup, 0.0)
-    x = ((count.double() - 1) / total).clamp(0.0, 1.0)  # beyond the last step the end value stays
-    factor = BERT_SCHEDULES[hyper.schedule](x, warmup)
-    if present(warmup):
-        factor = torch.where(x < warmup, x / warmup, factor)
+    factor = schedule_factor(hyper.schedule, (count.double() - 1) / total, hyper.warmup)
     return hyper.lr * (torch.where(total == -1, 1.0, factor) if isinstance(total, Tensor) else factor)
 
 

@@ -32,12 +32,18 @@ def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor
     step = mean / shifted(root, hyper.eps)
     if decays and hyper.decoupled_decay:
         step = add_scaled(step, param, hyper.weight_decay)
-    if not hyper.trust_ratio or not (decays or hyper.nvlamb):
+    scales = hyper.trust_ratio and (decays or hyper.nvlamb)
+    if not scales and not hyper.record_norms:
         return add_scaled(param, step, -hyper.lr), new
     size, length = seg.sum(param * param).sqrt(), seg.sum(step * step).sqrt()
     if hyper.norm_clamp is not None:
         size = size.clamp(*hyper.norm_clamp)
-    ratio = seg.expand(torch.where((size > 0) & (length > 0), size / length, 1.0))
+    ratio = torch.where((size > 0) & (length > 0), size / length, 1.0)
+    if hyper.record_norms:
+        new = {**new, "weight_norm": size, "adam_norm": length, "trust_ratio": ratio}
+    if not scales:
+        return add_scaled(param, step, -hyper.lr), new
+    ratio = seg.expand(ratio)
     if decays and not hyper.nvlamb and isinstance(hyper.weight_decay, Tensor):
         ratio = torch.where(hyper.weight_decay == 0, 1.0, ratio)
     return param - ratio * scaled(step, hyper.lr), new
@@ -55,6 +61,7 @@ def lamb(
     decoupled_decay: bool = True,
     nvlamb: bool = True,
     trust_ratio: bool = True,
+    record_norms: bool = False,
 ) -> Optimizer:
     r"""Make LAMB: Adam's direction, scaled in each tensor to the length of its weights.
 
@@ -76,6 +83,9 @@ def lamb(
         decoupled_decay: Whether :math:`\lambda p` is added to the step, or to the gradient (an L2 penalty).
         nvlamb: Whether tensors without weight decay are scaled too, as in the paper; otherwise their ratio is 1.
         trust_ratio: Whether to scale at all; without it this is Adam with ``eps`` and decay placed as above.
+        record_norms: Whether the state also holds, per tensor, what the ratio was made of in the last step:
+            ``weight_norm`` :math:`\lVert p \rVert` (clamped), ``adam_norm`` :math:`\lVert u \rVert` and their
+            quotient ``trust_ratio``, which is recorded also where it is not applied.
 
     Raises:
         ValueError: a number is out of its range.
@@ -103,5 +113,8 @@ def lamb(
         decoupled_decay=decoupled_decay,
         nvlamb=nvlamb,
         trust_ratio=trust_ratio,
+        record_norms=record_norms,
     )
-    return Optimizer(Rule("lamb", _update, (Slot("exp_avg"), Slot("exp_avg_sq"))), hyper)
+    norms = tuple(Slot(name, per="tensor") for name in ("weight_norm", "adam_norm", "trust_ratio"))
+    slots = (Slot("exp_avg"), Slot("exp_avg_sq"), *(norms if record_norms else ()))
+    return Optimizer(Rule("lamb", _update, slots), hyper)

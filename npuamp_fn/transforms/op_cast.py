@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,19 @@ from npuamp_fn.op_tables import OpTable
 from npuamp_fn.transforms.function import FunctionTransform
 from npuamp_fn.transforms.op_rules import APPLY
 
-__all__ = ["CastOpsFn", "OpCasts", "cast_ops", "current", "disable_casts", "in_backward", "with_current_casts"]
+__all__ = [
+    "CastOpsFn",
+    "OpCasts",
+    "Report",
+    "cast_ops",
+    "current",
+    "disable_casts",
+    "in_backward",
+    "with_current_casts",
+]
+
+Report: TypeAlias = Callable[[str, Any, Any], None]
+"""Told the name of a cast operation and its arguments (positional, keyword), before and after."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -43,6 +55,7 @@ class OpCasts(TorchFunctionMode):
         table: Which operations to cast how, or ``None`` to cast nothing.
         dtype: The low dtype.
         backward_only: Cast only what runs inside a backward pass (the recomputation of checkpoints).
+        report: Told of every call whose arguments were cast; by default that of the scope around this one.
 
     >>> from npuamp_fn.transforms.op_cast import OpCasts
     >>> with OpCasts(APEX_OPS, torch.bfloat16):
@@ -50,12 +63,15 @@ class OpCasts(TorchFunctionMode):
     torch.bfloat16
     """
 
-    def __init__(self, table: OpTable | None, dtype: torch.dtype, backward_only: bool = False) -> None:
+    def __init__(
+        self, table: OpTable | None, dtype: torch.dtype, backward_only: bool = False, report: Report | None = None
+    ) -> None:
         self.table = table
         self.dtype = dtype
         self.backward_only = backward_only
         self.lookup = {} if table is None else table.lookup
         self.outer = current()
+        self.report = self.outer.report if report is None and self.outer is not None else report
         self.passing: set[int] = set()  # threads in which a scope inside this one is calling through it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +88,10 @@ class OpCasts(TorchFunctionMode):
             for candidate, rule in rules:
                 if candidate is func:
                     if not kwargs or kwargs.get("out") is None:
-                        args, kwargs = APPLY[rule](func.__name__, args, kwargs, self.dtype)
+                        fitting = APPLY[rule](func.__name__, args, kwargs, self.dtype)
+                        if self.report is not None:
+                            self.report(func.__name__, (args, kwargs), fitting)
+                        args, kwargs = fitting
                     break
         elif name == "__get__" and self.lookup and _reads_dtype_in_rnn(func):
             return torch.float32 if (dtype := func(*args)) is self.dtype else dtype
@@ -204,10 +223,10 @@ class _Recompute:
     """An unpack hook of torch.utils.checkpoint that recomputes under the casts of the forward pass."""
 
     def __init__(self, unpack: Callable[[Any], Any], mode: OpCasts) -> None:
-        self.unpack, self.table, self.dtype = unpack, mode.table, mode.dtype
+        self.unpack, self.table, self.dtype, self.report = unpack, mode.table, mode.dtype, mode.report
 
     def __call__(self, packed: Any) -> Any:
-        with OpCasts(self.table, self.dtype):
+        with OpCasts(self.table, self.dtype, report=self.report):
             return self.unpack(packed)
 
 

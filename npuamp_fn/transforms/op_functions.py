@@ -42,7 +42,10 @@ class RuledFn(FunctionTransform):
         else:  # operations inside follow the table, with float32 where it says low if the function is full
             rule = _rule_in(scope, self.fun) or self.rule
             table = scope.table.widened if rule == "full" else scope.table
-        args, kwargs = cast_arguments(rule, args, kwargs, scope.dtype)
+        fitting = cast_arguments(rule, args, kwargs, scope.dtype)
+        if scope.report is not None:
+            scope.report(getattr(self.fun, "__name__", type(self.fun).__name__), (args, kwargs), fitting)
+        args, kwargs = fitting
         with OpCasts(table, scope.dtype):
             return self.fun(*args, **kwargs)
 

@@ -5,7 +5,7 @@ from npuamp_fn.apex.amp import lists
 from npuamp_fn.apex.amp._amp_state import _amp_state, master_params
 from npuamp_fn.apex.amp.amp import disable_casts, init
 from npuamp_fn.apex.amp.frontend import initialize, load_state_dict, state_dict
-from npuamp_fn.apex.amp.handle import scale_loss
+from npuamp_fn.apex.amp.handle import last_step_skipped, scale_loss
 from npuamp_fn.apex.amp.registry import (
     register_float_function,
     register_half_function,
@@ -19,6 +19,7 @@ __all__ = [
     "half_function",
     "init",
     "initialize",
+    "last_step_skipped",
     "load_state_dict",
     "lists",
     "master_params",

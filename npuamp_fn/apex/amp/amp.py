@@ -12,8 +12,10 @@ from torch import nn
 
 from npuamp_fn import APEX_OPS
 from npuamp_fn.apex.amp._amp_state import _amp_state
+from npuamp_fn.apex.amp.opt import OptimWrapper
 from npuamp_fn.apex.amp.registry import operation_table
 from npuamp_fn.apex.amp.switch import unscope
+from npuamp_fn.apex.amp.verbose import print_casts
 from npuamp_fn.transforms import op_cast
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "init"]
@@ -31,7 +33,7 @@ class AmpHandle:
 
     Args:
         loss_scale: Kept for scripts that read it.
-        verbose: Kept for scripts that read it.
+        verbose: Whether casts are printed; kept for scripts that read it.
         models: Initialized models whose casts end with this handle.
         mode: The scope of process-wide casts, entered.
     """
@@ -75,6 +77,10 @@ class AmpHandle:
             mode, self._mode = self._mode, None
             mode.__exit__(None, None, None)
 
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Give an optimizer its own loss scales, one for each loss of a step, as the older interface has them."""
+        return OptimWrapper(optimizer, self, num_loss)
+
     def scale_loss(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: the old Amp API is no longer supported."""
         raise RuntimeError(
@@ -96,6 +102,10 @@ class NoOpHandle:
     @contextmanager
     def _disable_casts(self) -> Iterator[None]:
         yield
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Return a wrapper that scales nothing and never skips."""
+        return OptimWrapper(optimizer, self, num_loss)
 
     def remove_cache(self, param: Any) -> None:
         """Do nothing."""
@@ -121,7 +131,7 @@ def init(
         enabled: False casts nothing.
         loss_scale: Kept on the handle.
         enable_caching: Kept on the handle; nothing is cached.
-        verbose: Kept on the handle.
+        verbose: Print a line for each tensor that is cast.
         allow_banned: Compute ``binary_cross_entropy`` in float32 instead of refusing it.
         user_cast_preferred: Accepted; registered casts always win.
 
@@ -147,7 +157,7 @@ def process_wide(
     earlier = getattr(_amp_state, "handle", None)
     if earlier is not None:
         earlier._deactivate()  # casts do not stack
-    mode = op_cast.OpCasts(table, dtype)
+    mode = op_cast.OpCasts(table, dtype, report=print_casts if verbose else None)
     mode.__enter__()
     _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose, mode=mode)
     return _amp_state.handle

@@ -62,7 +62,7 @@ def initialize(
         loss_scale: A number, or "dynamic"; ``None`` is the level's preset.
         cast_model_outputs: Dtype of what models return; float32 by default.
         num_losses: How many loss scales there are.
-        verbosity: 0 prints nothing.
+        verbosity: 0 prints nothing; 2 also a line for each tensor that is cast at O1.
         dynamic_init_scale: First value of a dynamic scale.
         scale_growth_factor: Multiplies it after ``scale_window`` clean steps.
         scale_backoff_factor: Multiplies it on overflow.
@@ -140,9 +140,10 @@ def initialize(
     if properties.opt_level == "O1" and properties.patch_torch_functions:
         if patch_torch_functions:  # asked for by name: apex's casts in the whole process
             half = properties.cast_model_type == torch.bfloat16
-            process_wide(operation_table(), torch.bfloat16 if half else torch.float16)
+            low = torch.bfloat16 if half else torch.float16
+            process_wide(operation_table(), low, properties.loss_scale, verbose=verbosity >= 2)
         else:
-            _amp_state.handle = AmpHandle(properties.loss_scale, models=model_list)
+            _amp_state.handle = AmpHandle(properties.loss_scale, verbose=verbosity >= 2, models=model_list)
     for optimizer in inner:
         adopt(optimizer, properties, scalers)
     return models if optimizers is None else (models, optimizers)

@@ -1,4 +1,4 @@
-"""``scale_loss``: the context around a backward pass."""
+"""``scale_loss``: the context around a backward pass; and what became of the step after it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from npuamp_fn.apex.amp._amp_state import _amp_state
 from npuamp_fn.apex.amp.gradients import collect, prepare, restore
 from npuamp_fn.apex.amp.optimizer import AmpOptimizer, unwrap
 from npuamp_fn.apex.amp.registry import operation_table
+from npuamp_fn.apex.amp.verbose import cast_report
 from npuamp_fn.transforms.op_cast import OpCasts
 
-__all__ = ["scale_loss"]
+__all__ = ["last_step_skipped", "scale_loss"]
 
 
 @contextlib.contextmanager
@@ -93,12 +94,47 @@ def scale_loss(
                 optimizer._amp_stash.skip = (loss_id, scaler)
 
 
+def last_step_skipped(optimizer: Any) -> bool:
+    """Tell whether the last ``optimizer.step()`` was skipped because gradients overflowed.
+
+    Args:
+        optimizer: Initialized, or what ``handle.wrap_optimizer`` returned.
+
+    Returns:
+        False before the first step too, and always after ``amp.initialize(..., enabled=False)``.
+
+    Raises:
+        RuntimeError: amp is on, but the optimizer did not go through ``amp.initialize``; or it never was called.
+
+    >>> from npuamp_fn.apex import amp
+    >>> model = torch.nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    >>> with amp.scale_loss(model(torch.ones(1, 1)).sum() * torch.inf, optimizer) as scaled_loss:
+    ...     scaled_loss.backward()
+    >>> optimizer.step()
+    >>> amp.last_step_skipped(optimizer)
+    True
+    """
+    inner = unwrap(optimizer)
+    stash = getattr(inner, "_amp_stash", None)
+    if stash is not None:
+        return stash.last_step_skipped
+    properties = getattr(_amp_state, "opt_properties", None)
+    if properties is not None and not properties.enabled:
+        return False
+    raise RuntimeError(
+        f"last_step_skipped: this {type(inner).__name__} did not go through amp.initialize; pass it there together "
+        "with its model: model, optimizer = amp.initialize(model, optimizer, ...)"
+    )
+
+
 def _casts_in_backward(properties: Any) -> Any:
     # Reentrant checkpoints recompute inside the backward pass what was cast in the forward pass.
     if not properties.patch_torch_functions:
         return contextlib.nullcontext()
     low = properties.cast_model_type if properties.cast_model_type == torch.bfloat16 else torch.float16
-    return OpCasts(operation_table(), low, backward_only=True)
+    return OpCasts(operation_table(), low, backward_only=True, report=cast_report())
 
 
 def _begin(optimizer: Any, state: Any) -> bool:

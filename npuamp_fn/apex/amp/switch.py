@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from npuamp_fn.apex.amp.distributed import share_masters
 from npuamp_fn.apex.amp.inputs import cast_values
 from npuamp_fn.apex.amp.registry import operation_table
+from npuamp_fn.apex.amp.verbose import cast_report
 from npuamp_fn.apex.masters import HALVES, attach, master_of, set_data, slot_of, synchronise
 from npuamp_fn.transforms import op_cast
 
@@ -159,7 +160,7 @@ def scoped(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
         return call(*args, **kwargs)
     if scope.compute is not None:
         args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
-    with op_cast.OpCasts(operation_table(), scope.low):
+    with op_cast.OpCasts(operation_table(), scope.low, report=cast_report()):
         output = call(*args, **kwargs)
     # A checkpoint recomputes sub-modules as outermost calls of the backward pass; their outputs were not cast before.
     return output if op_cast.in_backward() else cast_values(output, scope.output)

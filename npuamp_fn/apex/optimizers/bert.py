@@ -71,20 +71,15 @@ class NpuFusedLamb(FusedOptimizer):
     @staticmethod
     def rule_of(group: dict[str, Any]) -> Optimizer:
         """Return ``optim.lamb`` with the numbers of a group."""
-        rule = optim.lamb(
-            group["lr"],
-            group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            bias_correction=False,
-            norm_clamp=(0.0, 10.0),
-            trust_ratio=not group["adam"],
-        )
+        rule = _lamb(group)
         return optim.chain(optim.clip_by_global_norm(1.0), rule) if group["use_global_grad_norm"] else rule
 
 
-class Lamb(NpuFusedLamb):
-    """LAMB under its older name, with the same numbers."""
+class Lamb(FusedOptimizer):
+    """LAMB under its older name, with the same numbers.
+
+    ``state`` also has the 0-dim tensors ``weight_norm``, ``adam_norm`` and ``trust_ratio`` of the last step.
+    """
 
     is_npu_fused_optimizer = False
 
@@ -97,4 +92,23 @@ class Lamb(NpuFusedLamb):
         weight_decay: float = 0.0,
         adam: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, adam)
+        options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": adam}
+        super().__init__(params, {"lr": lr, **options})
+
+    @staticmethod
+    def rule_of(group: dict[str, Any]) -> Optimizer:
+        """Return ``optim.lamb`` with the numbers of a group, recording norms."""
+        return _lamb(group, record_norms=True)
+
+
+def _lamb(group: dict[str, Any], record_norms: bool = False) -> Optimizer:
+    return optim.lamb(
+        group["lr"],
+        group["betas"],
+        group["eps"],
+        group["weight_decay"],
+        bias_correction=False,
+        norm_clamp=(0.0, 10.0),
+        trust_ratio=not group["adam"],
+        record_norms=record_norms,
+    )

@@ -139,7 +139,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if value is None:
                     own[slot.name].copy_(weight) if slot.start == "param" else own[slot.name].fill_(slot.start)
                 else:
-                    own[slot.name].copy_(value)
+                    own[slot.name].copy_(torch.as_tensor(value))  # in older checkpoints a number, too
             bucket.counts[i] = self._count_in(entry, own)
             if self.counted:
                 own["step"] = alias(bucket.counts[i])
