@@ -1,11 +1,11 @@
-"""The compiled kernel: a rule's text as one pass over memory, for the rows of a flat buffer."""
+"""The compiled kernel: a rule's text as one pass over memory, for the rows of a flat buffer or for whole leaves."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from npuamp_fn.flat import ROW
 from npuamp_fn.kernels import reference
 from npuamp_fn.kernels.inductor import compile_once, unavailable
-from npuamp_fn.kernels.rule import Item, Result, RowSegments, Rule, Step, compute_dtype
+from npuamp_fn.kernels.rule import Item, LeafSegments, Result, RowSegments, Rule, Step
 from npuamp_fn.tracing import under_transform
 
 __all__ = ["refusal", "run"]
@@ -23,11 +23,11 @@ def refusal(rule: Rule, items: list[Item]) -> str | None:
     """Say why this kernel cannot run an update, or return ``None`` if it can."""
     if under_transform():
         return "under a transform or inside a compiled region the rule's own text is traced"
-    if rule.whole_leaves:
-        return f"{rule.name} needs tensors in their own shape"
     for item in items:
-        if not isinstance(item.segments, RowSegments):
+        if not rule.whole_leaves and not isinstance(item.segments, RowSegments):
             return "the parameters are separate tensors; flatten(params) would make it one pass"
+        if rule.whole_leaves and not all(x.is_contiguous() for x in (item.weights, item.param, *item.slots.values())):
+            return f"`{item.path}` is not contiguous, and {rule.name} runs on whole tensors"
         if item.param.device.type not in ("cpu", "cuda"):
             return f"`{item.path}` is on {item.param.device.type}, and compiled kernels serve CPU and CUDA"
     return unavailable()
@@ -65,6 +65,7 @@ class _Signature:
     count: int
     donate: bool
     device: torch.device
+    leaf: int | None  # dimensions of a whole leaf (1, or 2: its first and the others); None: rows of a buffer
 
     @classmethod
     def of(cls, step: Step, item: Item) -> _Signature:
@@ -81,26 +82,34 @@ class _Signature:
             count=item.count.dim(),
             donate=step.donate,
             device=item.param.device,
+            leaf=None if isinstance(item.segments, RowSegments) else min(max(item.param.dim(), 1), 2),
         )
 
-    def flatten(self, factor: Tensor | None, item: Item, rows: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    def flatten(self, factor: Tensor | None, item: Item, rows: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the tensors of an item as the kernel's arguments."""
-        tensors = [item.grad, item.param, *item.slots.values(), item.count, *rows]
-        tensors += [x for x in (item.master, factor, item.real, item.finite) if x is not None]
+        tensors = [self._shaped(x) for x in (item.grad, item.param, *item.slots.values())] + [item.count, *rows]
+        tensors += [] if item.master is None else [self._shaped(item.master)]
+        tensors += [x for x in (factor, item.real, item.finite) if x is not None]
         numbers = [_tensor(item.hyper[name], self.device) for name, kind in self.hyper if kind in ("tensor", "vector")]
         return tensors + numbers
+
+    def _shaped(self, x: Tensor) -> Tensor:
+        if self.leaf is None or x.dim() == self.leaf:
+            return x
+        return x.reshape(-1) if self.leaf == 1 else x.flatten(1)
 
     def unflatten(self, tensors: Iterator[Tensor]) -> tuple[Tensor | None, Item]:
         """Return the factor and the item that these arguments stand for."""
         grad, param = next(tensors), next(tensors)
         slots = {name: next(tensors) for name, _ in self.slots}
-        count, rows = next(tensors), (next(tensors), next(tensors), next(tensors))
+        count = next(tensors)
+        rows = [next(tensors), next(tensors), next(tensors)] if self.leaf is None else []
         master = next(tensors) if self.has_master else None
         factor = next(tensors) if self.has_factor else None
         real = next(tensors) if self.has_real else None
         finite = next(tensors) if self.finite is not None else None
         hyper = {name: next(tensors) if kind in ("tensor", "vector") else kind for name, kind in self.hyper}
-        segments = _TracedSegments(*rows, real)
+        segments = LeafSegments() if self.leaf else _TracedSegments(rows[0], rows[1], rows[2], real)
         return factor, Item("", grad, param, slots, master, count, hyper, finite, segments, real)
 
 
@@ -145,40 +154,44 @@ def _update(signature: _Signature, *tensors: Tensor) -> list[Tensor]:
 def _example(signature: _Signature) -> list[Tensor]:
     rows, tensors = 5, 3  # sizes that differ: equal ones would be taken for the same
     device = signature.device
-    full = compute_dtype(signature.param)
+    shape = {None: (rows, ROW), 1: (40,), 2: (rows, 40)}[signature.leaf]
+    entries = (tensors,) if signature.leaf is None else ()
     per_tensor = {slot.name for slot in signature.rule.slots if slot.per == "tensor"}
 
     def elements(dtype: torch.dtype) -> Tensor:
-        return torch.ones(rows, ROW, dtype=dtype, device=device)
+        return torch.ones(shape, dtype=dtype, device=device)
 
-    def value(dims: int, dtype: torch.dtype) -> Tensor:
-        return torch.ones((tensors,) * dims, dtype=dtype, device=device)
+    def value(vector: bool, dtype: torch.dtype) -> Tensor:
+        return torch.ones(entries if vector else (), dtype=dtype, device=device)
 
     item = Item(
         path="",
         grad=elements(signature.grad),
         param=elements(signature.param),
-        slots={name: value(1, dtype) if name in per_tensor else elements(dtype) for name, dtype in signature.slots},
+        slots={name: value(True, dtype) if name in per_tensor else elements(dtype) for name, dtype in signature.slots},
         master=elements(torch.float32) if signature.has_master else None,
-        count=value(signature.count, torch.int32),
+        count=value(bool(signature.count), torch.int32),
         hyper={n: value(k == "vector", torch.float64) if k in ("tensor", "vector") else k for n, k in signature.hyper},
-        finite=None if signature.finite is None else value(signature.finite, torch.bool),
-        segments=RowSegments([2, 2, 1], device),
+        finite=None if signature.finite is None else value(bool(signature.finite), torch.bool),
+        segments=LeafSegments() if signature.leaf else RowSegments([2, 2, 1], device),
         real=elements(torch.bool) if signature.has_real else None,
     )
-    factor = torch.ones((), dtype=torch.float32 if signature.has_master else full, device=device)
-    return signature.flatten(factor if signature.has_factor else None, item, _row_tensors((2, 2, 1), device))
+    factor = value(False, torch.float32) if signature.has_factor else None
+    return signature.flatten(factor, item, () if signature.leaf else _row_tensors((2, 2, 1), device))
 
 
 def _call(kernel: Callable[..., Any], signature: _Signature, step: Step, item: Item) -> Result:
-    segments = cast(RowSegments, item.segments)  # `refusal` saw to it
-    rows = _row_tensors(segments.rows_per_tensor, item.param.device)
+    if signature.leaf and item.param.numel() == 0:
+        return Result(item.param, item.slots, item.master)
+    segments = item.segments
+    rows = _row_tensors(segments.rows_per_tensor, item.param.device) if isinstance(segments, RowSegments) else ()
     outputs = kernel(*signature.flatten(step.factor, item, rows))
     if step.donate:
         return Result(item.param, item.slots, item.master)
     param, *others = outputs
-    slots = dict(zip(item.slots, others, strict=False))
-    return Result(param, slots, others[-1] if signature.has_master else None)
+    slots = {name: new.view(old.shape) for (name, old), new in zip(item.slots.items(), others, strict=False)}
+    master = others[-1].view(item.param.shape) if signature.has_master else None
+    return Result(param.view(item.param.shape), slots, master)
 
 
 @functools.lru_cache(maxsize=64)

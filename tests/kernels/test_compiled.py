@@ -30,6 +30,7 @@ RULES = {
     "adam": lambda: optim.adam(1e-2, weight_decay=0.1, amsgrad=True),
     "adam, eps 0": lambda: optim.adam(1e-2, eps=0.0),
     "adamw": lambda: optim.adamw(1e-2),
+    "adamp": lambda: optim.adamp(1e-2, weight_decay=0.1, delta=0.9),
     "bert_adam": lambda: optim.bert_adam(1e-2),
     "adadelta": lambda: optim.adadelta(1.0),
     "adagrad": lambda: optim.adagrad(0.1),
