@@ -8,10 +8,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from npuamp_fn.tree import is_float, struct, tree_map
-from npuamp_fn.tree_math import check_flag, is_complex, to_float32
+from npuamp_fn.tree import struct, tree_map
+from npuamp_fn.tree_math import check_flag, to_float32
 
 __all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "ScaledGrads", "StaticLossScale"]
+
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 @struct
@@ -223,7 +226,12 @@ class ScaledGrads(NamedTuple):
 
 
 def _multiply(tree: Any, factor: Tensor) -> Any:
-    return tree_map(lambda x: x * factor.to(x.device) if is_float(x) or is_complex(x) else x, to_float32(tree))
+    def scaled(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        return (leaf.float() if leaf.dtype in _HALVES else leaf) * factor.to(leaf.device)
+
+    return tree_map(scaled, tree)
 
 
 def _check_scale(owner: str, name: str, value: Any) -> None:

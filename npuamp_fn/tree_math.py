@@ -48,12 +48,14 @@ def all_finite(tree: Any, factor: Tensor | None = None) -> Tensor:
                 "become sparse with nn.Embedding(sparse=True): pass sparse=False"
             )
         if is_float(leaf) and leaf.numel() > 0:
-            low, high = torch.aminmax(leaf)  # one read, NaN is passed on
-            extremes += [low, high] if leaf.dtype == torch.float64 else [low.float(), high.float()]
+            extremes += torch.aminmax(leaf)  # one read, NaN is passed on
     if not extremes:
         return torch.ones((), dtype=torch.bool, device=_device(tree))
-    device = extremes[0].device
-    values = torch.stack([value.to(device) for value in extremes])
+    device, dtypes = extremes[0].device, {value.dtype for value in extremes}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    if len(dtypes) > 1:
+        extremes = [value.to(wide) for value in extremes]
+    values = torch.stack([value.to(device) for value in extremes]).to(wide)
     return torch.isfinite(values if factor is None else values * factor.to(device)).all()
 
 
