@@ -8,13 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from npuamp_fn.tree import struct, tree_map
-from npuamp_fn.tree_math import check_flag, to_float32
+from npuamp_fn.tree import struct
+from npuamp_fn.tree_math import check_flag, multiply, to_float32
 
 __all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "ScaledGrads", "StaticLossScale"]
-
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @struct
@@ -71,11 +68,11 @@ class StaticLossScale:
 
     def scale(self, x: Any) -> Any:
         """Multiply the float leaves of a tree by the scale, in float32."""
-        return _multiply(x, self.value)
+        return multiply(x, self.value)
 
     def unscale(self, tree: Any) -> Any:
         """Divide the float leaves of a tree by the scale; they become float32."""
-        return _multiply(tree, self.value.reciprocal())
+        return multiply(tree, self.value.reciprocal())
 
     def adjust(self, finite: Tensor) -> StaticLossScale:
         """Return this loss scale: a constant does not react to overflow."""
@@ -168,11 +165,11 @@ class DynamicLossScale:
 
     def scale(self, x: Any) -> Any:
         """Multiply the float leaves of a tree by the scale, in float32."""
-        return _multiply(x, self.value)
+        return multiply(x, self.value)
 
     def unscale(self, tree: Any) -> Any:
         """Divide the float leaves of a tree by the scale; they become float32."""
-        return _multiply(tree, self.value.reciprocal())
+        return multiply(tree, self.value.reciprocal())
 
     def adjust(self, finite: Tensor) -> DynamicLossScale:
         """Return the next loss scale.
@@ -223,15 +220,6 @@ class ScaledGrads(NamedTuple):
     finite: Tensor  # shape=[], dtype=bool: whether every gradient is finite
     loss_scale: Any  # for the next step
     norm: Any = ()  # shape=[], dtype=float32: norm of the true gradients, if the finite test's read gave it; else ()
-
-
-def _multiply(tree: Any, factor: Tensor) -> Any:
-    def scaled(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-            return leaf
-        return (leaf.float() if leaf.dtype in _HALVES else leaf) * factor.to(leaf.device)
-
-    return tree_map(scaled, tree)
 
 
 def _check_scale(owner: str, name: str, value: Any) -> None:

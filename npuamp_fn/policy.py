@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from npuamp_fn.flat import FlatTree
 from npuamp_fn.modules import Buffers
 from npuamp_fn.op_tables import APEX_OPS, OpTable, table_named
-from npuamp_fn.tree import check_patterns, matches, tree_flatten, tree_paths, tree_unflatten
+from npuamp_fn.tree import HALVES, check_patterns, matches, tree_flatten, tree_paths, tree_unflatten
 
 __all__ = ["O0", "O1", "O2", "O3", "Policy", "batch_norm_paths", "cast_tree", "keep_candidates"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SHORT = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Policy:
                 )
         if self.ops is not None and self.low is None:
             object.__setattr__(self, "low", torch.float16)
-        if self.low is not None and (self.ops is None or self.low not in _HALVES):
+        if self.low is not None and (self.ops is None or self.low not in HALVES):
             raise TypeError(
                 f"Policy(low=...): expected torch.float16 or torch.bfloat16 together with a table, Policy(ops=table, "
                 f"low=...), found low={self.low!r} and ops={self.ops!r}"
@@ -103,10 +102,10 @@ class Policy:
         >>> str(O1.with_half(torch.bfloat16))
         'output=float32, ops=apex, low=bfloat16'
         """
-        if dtype not in _HALVES:
+        if dtype not in HALVES:
             raise TypeError(f"with_half: expected torch.float16 or torch.bfloat16, found {dtype!r}")
         fields = ("params", "compute", "output", "low")
-        return replace(self, **{name: dtype for name in fields if getattr(self, name) in _HALVES})
+        return replace(self, **{name: dtype for name in fields if getattr(self, name) in HALVES})
 
     def cast_params(self, tree: Any) -> Any:
         """Cast the float32 and half leaves of a parameter tree to the storage dtype, ``keep`` leaves to float32.

@@ -25,7 +25,10 @@ else:  # typing has it from Python 3.11
         return lambda decorated: decorated
 
 
+HALVES = (torch.float16, torch.bfloat16)
+
 __all__ = [
+    "HALVES",
     "Frame",
     "check_dtype",
     "check_patterns",

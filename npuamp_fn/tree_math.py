@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from npuamp_fn.tree import (
+    HALVES,
     check_same_structure,
     describe,
     is_float,
@@ -18,7 +19,7 @@ from npuamp_fn.tree import (
     tree_unflatten,
 )
 
-__all__ = ["all_finite", "check_flag", "global_norm", "is_complex", "to_float32", "tree_where"]
+__all__ = ["all_finite", "check_flag", "global_norm", "is_complex", "multiply", "to_float32", "tree_where"]
 
 _TINY = 2.0**-96
 
@@ -114,10 +115,24 @@ def global_norm(tree: Any) -> Tensor:
     return torch.stack([norm.to(device) for norm in norms]).sum().sqrt().float()
 
 
+def multiply(tree: Any, factor: Tensor) -> Any:
+    """Multiply the float and complex leaves of a tree, float16 and bfloat16 ones as float32.
+
+    >>> multiply({"g": torch.ones(1).half(), "n": 3}, torch.tensor(0.5))
+    {'g': tensor([0.5000]), 'n': 3}
+    """
+
+    def product(leaf: Any) -> Any:
+        if not (is_float(leaf) or is_complex(leaf)):
+            return leaf
+        return (leaf.float() if leaf.dtype in HALVES else leaf) * factor.to(leaf.device)
+
+    return tree_map(product, tree)
+
+
 def to_float32(tree: Any) -> Any:
     """Return the tree with float16 and bfloat16 leaves as float32."""
-    halves = (torch.float16, torch.bfloat16)
-    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in halves else x, tree)
+    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x, tree)
 
 
 def check_flag(what: str, flag: Any) -> None:

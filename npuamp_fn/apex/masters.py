@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from npuamp_fn import cast
+from npuamp_fn.tree import HALVES
 
 __all__ = [
     "LowParameter",
@@ -35,7 +36,6 @@ __all__ = [
     "synchronise",
 ]
 
-HALVES = (torch.float16, torch.bfloat16)
 
 _data: Any = torch.Tensor.data  # the descriptors that the classes below override
 _grad: Any = torch.Tensor.grad

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from npuamp_fn.kernels import aten, compiled, reference
+from npuamp_fn.kernels.inductor import WORTH_COMPILING
 from npuamp_fn.kernels.rule import Item, Result, Rule, Slot, Step
 
 __all__ = ["KERNELS", "WORTH_COMPILING", "Item", "Result", "Rule", "Slot", "Step", "choose", "run"]
 
 KERNELS = ("auto", "reference", "aten", "compiled")
-WORTH_COMPILING = 2**20
-"""Elements from which "auto" compiles: the first kernel of a process costs seconds, a small update microseconds."""
 
 
 def choose(kernel: str, rule: Rule, items: list[Item]) -> tuple[str, str]:

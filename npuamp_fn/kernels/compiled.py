@@ -85,9 +85,15 @@ class _Signature:
             leaf=None if isinstance(item.segments, RowSegments) else min(max(item.param.dim(), 1), 2),
         )
 
+    @property
+    def per_tensor(self) -> set[str]:
+        """The slots with one value per tensor."""
+        return {slot.name for slot in self.rule.slots if slot.per == "tensor"}
+
     def flatten(self, factor: Tensor | None, item: Item, rows: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the tensors of an item as the kernel's arguments."""
-        tensors = [self._shaped(x) for x in (item.grad, item.param, *item.slots.values())] + [item.count, *rows]
+        slots = [slot if name in self.per_tensor else self._shaped(slot) for name, slot in item.slots.items()]
+        tensors = [self._shaped(item.grad), self._shaped(item.param), *slots, item.count, *rows]
         tensors += [] if item.master is None else [self._shaped(item.master)]
         tensors += [x for x in (factor, item.real, item.finite) if x is not None]
         numbers = [_tensor(item.hyper[name], self.device) for name, kind in self.hyper if kind in ("tensor", "vector")]
@@ -138,7 +144,7 @@ class _TracedSegments:
 
 @functools.cache
 def _kernel(signature: _Signature) -> Callable[..., Any] | None:
-    return compile_once(functools.partial(_update, signature), _example(signature))
+    return compile_once(f"the rule {signature.rule.name}", functools.partial(_update, signature), _example(signature))
 
 
 def _update(signature: _Signature, *tensors: Tensor) -> list[Tensor]:
@@ -156,7 +162,6 @@ def _example(signature: _Signature) -> list[Tensor]:
     device = signature.device
     shape = {None: (rows, ROW), 1: (40,), 2: (rows, 40)}[signature.leaf]
     entries = (tensors,) if signature.leaf is None else ()
-    per_tensor = {slot.name for slot in signature.rule.slots if slot.per == "tensor"}
 
     def elements(dtype: torch.dtype) -> Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
@@ -168,7 +173,10 @@ def _example(signature: _Signature) -> list[Tensor]:
         path="",
         grad=elements(signature.grad),
         param=elements(signature.param),
-        slots={name: value(True, dtype) if name in per_tensor else elements(dtype) for name, dtype in signature.slots},
+        slots={
+            name: value(True, dtype) if name in signature.per_tensor else elements(dtype)
+            for name, dtype in signature.slots
+        },
         master=elements(torch.float32) if signature.has_master else None,
         count=value(bool(signature.count), torch.int32),
         hyper={n: value(k == "vector", torch.float64) if k in ("tensor", "vector") else k for n, k in signature.hyper},

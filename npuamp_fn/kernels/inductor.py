@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["compile_once", "unavailable"]
+__all__ = ["WORTH_COMPILING", "compile_once", "unavailable"]
+
+WORTH_COMPILING = 2**20
+"""Elements from which compiling pays: the first kernel of a process costs seconds, a small call microseconds."""
 
 _library = torch.library.Library("npuamp_fn", "FRAGMENT")
 _library.define("realize(Tensor x) -> Tensor")
@@ -36,15 +39,19 @@ def unavailable() -> str | None:
     return _failure[0] if _failure else None
 
 
-def compile_once(fun: Callable[..., Sequence[Tensor]], example: Sequence[Tensor]) -> Callable[..., Any] | None:
+def compile_once(
+    what: str, fun: Callable[..., Sequence[Tensor]], example: Sequence[Tensor]
+) -> Callable[..., Any] | None:
     """Compile a function of tensors for all sizes of their first dimension.
 
     Args:
+        what: What the function does, for messages.
         fun: Positional tensors in, a sequence of tensors out; ``copy_`` into arguments is kept.
         example: Arguments of the dtypes, ranks and devices that will come; sizes of 0 and 1 are not general.
 
     Returns:
-        The compiled function, or ``None`` where compilation is impossible; the first time a warning says why.
+        The compiled function, or ``None``: where the function cannot be traced, or nothing can be compiled; a warning
+        says why, in the latter case the first time only.
     """
     if _failure:
         return None
@@ -53,16 +60,26 @@ def compile_once(fun: Callable[..., Sequence[Tensor]], example: Sequence[Tensor]
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's own affairs: a user with -W error must not lose the kernel
-            _register_lowering()
             # A bare lambda: annotations of `fun` would end up in the graph's code and spoil Inductor's cache key.
             module = make_fx(lambda *tensors: fun(*tensors), tracing_mode="symbolic")(*example)
+    except Exception as error:  # whatever tracing raises; other functions are not concerned
+        warnings.warn(
+            f"npuamp_fn: {what} cannot be traced ({_first_line(error)}); it runs uncompiled, with the same numbers but "
+            "slower. A rule must not decide in Python what depends on tensors, and numbers arrive as tensors here.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _register_lowering()
             _materialize_scalars(module)
             return torch._inductor.standalone_compile(
                 module, list(example), dynamic_shapes="from_graph", options={"config_patches": _OPTIONS}
             )
     except Exception as error:  # whatever the compiler raises, the update itself was not touched
-        cause = getattr(error, "inner_exception", error)
-        _failure.append(f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}")
+        _failure.append(_first_line(getattr(error, "inner_exception", error)))
         warnings.warn(
             f"npuamp_fn: kernels cannot be compiled here ({_failure[0]}); updates run uncompiled, with the same "
             "numbers but slower. A C++ compiler is needed (set CXX), on CUDA also triton.",
@@ -70,6 +87,11 @@ def compile_once(fun: Callable[..., Sequence[Tensor]], example: Sequence[Tensor]
             stacklevel=2,
         )
         return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 @functools.cache

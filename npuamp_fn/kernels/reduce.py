@@ -11,13 +11,10 @@ from torch import Tensor
 
 from npuamp_fn import tree_math
 from npuamp_fn.flat import FlatTree
-from npuamp_fn.kernels.inductor import compile_once
+from npuamp_fn.kernels.inductor import WORTH_COMPILING, compile_once
 from npuamp_fn.tracing import under_transform
 
-__all__ = ["WORTH_COMPILING", "all_finite", "finite_and_norm", "global_norm"]
-
-WORTH_COMPILING = 2**20
-"""Elements from which a compiled pass is used: compiling costs seconds, a small reduction microseconds."""
+__all__ = ["all_finite", "finite_and_norm", "global_norm"]
 
 _STREAMS = 8  # one stream of loads does not fill the memory bus: eight are 1.5 times faster, and more accurate
 _TINY = 2.0**-96  # squares of (x * _TINY) cannot overflow for finite x
@@ -71,7 +68,9 @@ def _norms(tree: Any, factor: Tensor | None) -> list[tuple[Tensor, Tensor]] | No
 
 @functools.cache
 def _kernel(dtype: torch.dtype, device: torch.device) -> Callable[..., Any] | None:
-    return compile_once(_norm_and_finite, [torch.ones(_STREAMS, 40, dtype=dtype, device=device), _one(device)])
+    return compile_once(
+        "the norm", _norm_and_finite, [torch.ones(_STREAMS, 40, dtype=dtype, device=device), _one(device)]
+    )
 
 
 @functools.cache

@@ -24,11 +24,9 @@ from npuamp_fn.optim.items import (
     put_flat,
     put_leaves,
 )
-from npuamp_fn.tree import check_same_structure, is_float, tree_flatten, tree_map, tree_paths
+from npuamp_fn.tree import HALVES, check_same_structure, describe, is_float, tree_flatten, tree_map, tree_paths
 
 __all__ = ["ByPath", "GradientTransform", "Hyper", "Optimizer", "OptimizerState", "Schedule", "check_gradients"]
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class GradientTransform(Protocol):
@@ -72,7 +70,7 @@ class Optimizer:
         transforms: Gradient transforms, first to last.
         master_weights: Whether the state holds float32 masters of half parameters.
         rounding: How masters are rounded into the half parameters.
-        kernel: How the rule is run: "reference", "aten", or "auto" to choose.
+        kernel: How the rule is run: "reference", "aten", "compiled", or "auto" to choose.
         donate: Whether ``update`` consumes ``params`` and ``state`` and updates them in place.
 
     >>> optim.adamw(1e-3).hyper["eps"]
@@ -208,7 +206,7 @@ class Optimizer:
         check_gradients(source, params, "init(master=...)")
 
         def copy(leaf: Any, own: Any) -> Any:
-            return own.detach().to(torch.float32, copy=True) if is_float(leaf) and leaf.dtype in _HALVES else None
+            return own.detach().to(torch.float32, copy=True) if is_float(leaf) and leaf.dtype in HALVES else None
 
         if isinstance(params, FlatTree):
             buffers = tuple(copy(p, m) for p, m in zip(params.buffers, source.buffers, strict=True))
@@ -277,10 +275,7 @@ def check_gradients(grads: Any, params: Any, what: str = "update: gradients") ->
     leaves, others = tree_flatten(params)[0], tree_flatten(grads)[0]
     for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
         if is_float(leaf) and not (is_float(other) and other.shape == leaf.shape):
-            found = (
-                f"a {other.dtype} tensor of shape {tuple(other.shape)}" if isinstance(other, Tensor) else repr(other)
-            )
             raise ValueError(
                 f"{what}: leaf `{tree_paths(params)[index]}`: expected a float tensor of shape {tuple(leaf.shape)}, "
-                f"found {found}"
+                f"found {describe(other)}"
             )

@@ -14,8 +14,7 @@ from torch import Tensor
 from npuamp_fn.kernels.reduce import finite_and_norm
 from npuamp_fn.loss_scale import DynamicLossScale, NoOpLossScale, ScaledGrads, StaticLossScale
 from npuamp_fn.transforms.grad import GradFn, RawGrads
-from npuamp_fn.tree import tree_map
-from npuamp_fn.tree_math import to_float32
+from npuamp_fn.tree_math import multiply, to_float32
 
 __all__ = ["LossScaledFn", "ScaledGradFn", "SupportsLossScaling", "as_grad_fn", "scaled_grad", "with_loss_scaling"]
 
@@ -222,16 +221,7 @@ def _finish(raw: RawGrads, scale: Tensor, reduce: Callable[[Any], Any] | None, d
     if defer:
         finite, norm = finite_and_norm(grads, inv_scale)
     else:
-        grads = tree_map(lambda g: _unscale(g, inv_scale), grads)
+        grads = multiply(grads, inv_scale)
         finite, norm = finite_and_norm(grads)
         inv_scale = torch.ones_like(inv_scale)
     return ScaledGrads(grads, inv_scale, raw.value, raw.aux, finite, (), () if norm is None else norm)
-
-
-def _unscale(gradient: Any, inv_scale: Tensor) -> Any:
-    if not isinstance(gradient, Tensor):
-        return gradient
-    return (gradient.float() if gradient.dtype in _HALVES else gradient) * inv_scale
-
-
-_HALVES = (torch.float16, torch.bfloat16)

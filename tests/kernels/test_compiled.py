@@ -20,7 +20,8 @@ from npuamp_fn import (
     optim,
     with_loss_scaling,
 )
-from npuamp_fn.kernels import compiled, reduce
+from npuamp_fn.kernels import compiled, inductor, reduce
+from npuamp_fn.kernels.rule import Rule
 from npuamp_fn.tree import tree_leaves
 from npuamp_fn.tree_math import all_finite, global_norm
 
@@ -260,3 +261,18 @@ def test_clipping_takes_the_norm_that_the_finite_test_read(always_compiled, monk
     again, _ = opt.update(out._replace(norm=()), opt.init(params), params)
     assert reads == [1]
     torch.testing.assert_close(again.buffers[0], clipped.buffers[0])
+
+
+def test_a_rule_that_cannot_be_traced_does_not_stop_others_from_being_compiled():
+    def update(grad, param, slots, count, hyper, seg):
+        return (param - hyper.lr * grad if float(grad.sum()) > 0 else param), {}
+
+    params = flatten(make_tree(SIZES))
+    opt = fused_update(optim.Optimizer(Rule("moody", update), optim.sgd(0.5).hyper), kernel="compiled")
+    ones = params.map(torch.ones_like)
+    with pytest.warns(RuntimeWarning, match=r"the rule moody cannot be traced .*same numbers"):
+        new, state = opt.update(ones, opt.init(params), params)
+    assert torch.equal(new.buffers[0], params.buffers[0] - 0.5)
+    opt.update(ones, state, new)  # said once
+    assert inductor.unavailable() is None
+    assert_same_numbers(*(run(optim.adamw(1e-2), kernel, SIZES) for kernel in ("compiled", "reference")))

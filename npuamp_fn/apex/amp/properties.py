@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from npuamp_fn.apex.amp._amp_state import warn_or_err
+from npuamp_fn.tree import HALVES
 
 __all__ = ["Properties", "properties_for"]
 
@@ -63,8 +64,6 @@ BRIEFS = {
     "O3": "O3:  Pure half-precision training.",
 }
 
-_HALVES = (torch.float16, torch.bfloat16)
-
 
 class Properties:
     """The options in force, as attributes and as the ordered dictionary ``options``."""
@@ -108,7 +107,7 @@ def properties_for(opt_level: str) -> Properties:
 def _cast_model_type(p: Properties, value: Any) -> Any:
     if value is None or value is False:
         return value
-    if not isinstance(value, torch.dtype) or value not in (torch.float32, *_HALVES):
+    if not isinstance(value, torch.dtype) or value not in (torch.float32, *HALVES):
         raise TypeError(
             f"cast_model_type: expected torch.float16, torch.bfloat16, torch.float32 or False, found {value!r} of type "
             f"{type(value).__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -61,7 +62,7 @@ class LossScaler:
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
         if self.dynamic:
-            self.state = _replace(self.state, value=torch.tensor(float(value)))
+            self.state = dataclasses.replace(self.state, value=torch.tensor(float(value)))
         else:
             self.state = _static(float(value))
 
@@ -72,7 +73,7 @@ class LossScaler:
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
         if self.dynamic:
-            self.state = _replace(self.state, good_steps=torch.tensor(int(value), dtype=torch.int32))
+            self.state = dataclasses.replace(self.state, good_steps=torch.tensor(int(value), dtype=torch.int32))
         else:
             self._static_steps = int(value)
 
@@ -111,8 +112,3 @@ class LossScaler:
 
 def _static(value: float) -> StaticLossScale | NoOpLossScale:
     return NoOpLossScale.create() if value == 1.0 else StaticLossScale.create(value)
-
-
-def _replace(state: DynamicLossScale, **changes: Tensor) -> DynamicLossScale:
-    fields = {name: getattr(state, name) for name in DynamicLossScale.__dataclass_fields__}  # type: ignore[attr-defined]
-    return DynamicLossScale(**{**fields, **changes})

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn.apex.masters import HALVES, MasterParameter, as_master, low_of
+from npuamp_fn.apex.masters import MasterParameter, as_master, low_of
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer
 from npuamp_fn.apex.storage import Bucket, Storage
+from npuamp_fn.tree import HALVES
 
 __all__ = ["Stash"]
 

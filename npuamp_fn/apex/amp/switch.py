@@ -16,8 +16,9 @@ from npuamp_fn.apex.amp.distributed import share_masters
 from npuamp_fn.apex.amp.inputs import cast_values
 from npuamp_fn.apex.amp.registry import operation_table
 from npuamp_fn.apex.amp.verbose import cast_report
-from npuamp_fn.apex.masters import HALVES, attach, master_of, set_data, slot_of, synchronise
+from npuamp_fn.apex.masters import attach, master_of, set_data, slot_of, synchronise
 from npuamp_fn.transforms import op_cast
+from npuamp_fn.tree import HALVES
 
 __all__ = ["AmpModule", "Scope", "amp_class", "is_initialized", "original_class", "switch", "unscope"]
 
