@@ -1,8 +1,8 @@
 """Compiling a traced function once for all sizes, and calling it without guards.
 
-``torch.compile`` would look at guards at every call (60 us and more) and keep at most eight versions of one code
-object. Here a function is traced with symbolic sizes, compiled by Inductor, and kept: 16 us per call. The caller's
-key must therefore say everything that the compiled code depends on.
+``torch.compile`` would look at guards at every call and keep at most eight versions of one code object. Here a function
+is traced with symbolic sizes, compiled by Inductor, and kept; a call costs what its arguments cost. The caller's key
+must therefore say everything that the compiled code depends on.
 """
 
 from __future__ import annotations
