@@ -173,18 +173,23 @@ class FlatTree:
             raise TypeError(f'unflatten: expected a torch.dtype, "original" or None, found {dtype!r}')
         if not isinstance(dtype, str):
             check_dtype(dtype, "unflatten")
-        source = self.cast(dtype) if isinstance(dtype, torch.dtype) else self
-        tensors: list[Any] = [None] * len(self.layout.segments)
-        for bucket, buffer in zip(self.layout.buckets, source.buffers, strict=True):
-            if buffer is None:
-                continue
-            pieces = buffer.split(bucket.pieces, dim=-1)
-            for index, piece in zip(bucket.segments, bucket.real, strict=True):
-                segment = self.layout.segments[index]
-                tensor = segment.unpack(pieces[piece])
-                tensors[index] = tensor.to(segment.dtype) if dtype == "original" else tensor
+        tensors = (self.cast(dtype) if isinstance(dtype, torch.dtype) else self).tensors()
+        if dtype == "original":
+            segments = self.layout.segments
+            tensors = [None if t is None else t.to(s.dtype) for t, s in zip(tensors, segments, strict=True)]
         leaves = [tensors[place] if place >= 0 else self.rest[-1 - place] for place in self.layout.places]
         return torch_pytree.tree_unflatten(leaves, self.layout.treedef)
+
+    def tensors(self) -> list[Any]:
+        """Return each tensor as a view of its buffer, in the layout's order; ``None`` where there is no buffer."""
+        segments = self.layout.segments
+        tensors: list[Any] = [None] * len(segments)
+        for bucket, buffer in zip(self.layout.buckets, self.buffers, strict=True):
+            if buffer is not None:
+                pieces = buffer.split(bucket.pieces, dim=-1)
+                for index, piece in zip(bucket.segments, bucket.real, strict=True):
+                    tensors[index] = segments[index].unpack(pieces[piece])
+        return tensors
 
     def segments(self) -> dict[str, Tensor]:
         """Return each tensor's elements as a view of its buffer: path -> shape [..., size], padding excluded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -72,7 +73,7 @@ class StaticLossScale:
 
     def unscale(self, tree: Any) -> Any:
         """Divide the float leaves of a tree by the scale; they become float32."""
-        return multiply(tree, self.value.reciprocal())
+        return multiply(tree, 1.0 / self.value)
 
     def adjust(self, finite: Tensor) -> StaticLossScale:
         """Return this loss scale: a constant does not react to overflow."""
@@ -89,7 +90,8 @@ class DynamicLossScale:
     ``value = min(value * growth_factor, max_scale)``, and the countdown is refilled.
 
     Everything that changes is a tensor, so nothing synchronises and nothing recompiles; ``vmap`` over it gives
-    an ensemble with one scale per member.
+    an ensemble with one scale per member. A loop that reads the flag on the host anyway may hold the three as Python
+    numbers, see :meth:`on_host`.
 
     Source: Micikevicius et al., Mixed Precision Training, 2018; hysteresis as in Megatron-LM, 2019.
 
@@ -163,34 +165,45 @@ class DynamicLossScale:
             max_scale=float(max_scale),
         )
 
+    def on_host(self) -> DynamicLossScale:
+        """Return the same scale as Python numbers, which :meth:`adjust` adapts without any tensor; synchronises.
+
+        >>> DynamicLossScale.create(4.0).on_host().adjust(False).value
+        2.0
+        """
+        value, good, bad_left = float(self.value), int(self.good_steps), int(self.bad_steps_left)
+        return replace(self, value=value, good_steps=good, bad_steps_left=bad_left)
+
     def scale(self, x: Any) -> Any:
         """Multiply the float leaves of a tree by the scale, in float32."""
         return multiply(x, self.value)
 
     def unscale(self, tree: Any) -> Any:
         """Divide the float leaves of a tree by the scale; they become float32."""
-        return multiply(tree, self.value.reciprocal())
+        return multiply(tree, 1.0 / self.value)
 
-    def adjust(self, finite: Tensor) -> DynamicLossScale:
+    def adjust(self, finite: Tensor | bool) -> DynamicLossScale:
         """Return the next loss scale.
 
         Args:
-            finite: shape [], bool: whether all gradients of this step were finite.
+            finite: shape [], bool: whether all gradients of this step were finite. A Python bool :meth:`on_host`.
 
         Raises:
             TypeError: ``finite`` is not such a tensor.
         """
-        check_flag("adjust(finite)", finite)
-        good = torch.where(finite, self.good_steps + 1, 0)
-        bad_left = torch.where(finite, self.bad_steps_left, (self.bad_steps_left - 1).clamp(min=0))
-        grow = finite & (good >= self.growth_interval)
-        back_off = ~finite & (bad_left == 0)
-        grown = (self.value * self.growth_factor).clamp(max=self.max_scale)
-        backed = (self.value * self.backoff_factor).clamp(min=self.min_scale)
+        if isinstance(self.value, Tensor):
+            check_flag("adjust(finite)", finite)
+        # Sums instead of selects where they do: this runs in every step, and each operation costs microseconds.
+        good = (self.good_steps + 1) * finite
+        bad_left = _clamp(self.bad_steps_left + finite - 1, low=0)
+        grow = good >= self.growth_interval
+        back_off = finite + bad_left == 0
+        grown = _clamp(self.value * self.growth_factor, high=self.max_scale)
+        backed = _clamp(self.value * self.backoff_factor, low=self.min_scale)
         return DynamicLossScale(
-            value=torch.where(grow, grown, torch.where(back_off, backed, self.value)),
-            good_steps=torch.where(grow, 0, good).to(torch.int32),
-            bad_steps_left=torch.where(grow, self.hysteresis, bad_left).to(torch.int32),
+            value=_select(grow, grown, _select(back_off, backed, self.value)),
+            good_steps=_select(grow, 0, good),
+            bad_steps_left=_select(grow, self.hysteresis, bad_left),
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
@@ -198,6 +211,16 @@ class DynamicLossScale:
             min_scale=self.min_scale,
             max_scale=self.max_scale,
         )
+
+
+def _select(condition: Any, a: Any, b: Any) -> Any:
+    return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
+
+
+def _clamp(value: Any, low: float | None = None, high: float | None = None) -> Any:
+    if isinstance(value, Tensor):
+        return value.clamp(low, high)
+    return max(value, low) if low is not None else min(value, high)
 
 
 LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale

@@ -48,6 +48,8 @@ class Segment:
 
     def unpack(self, piece: Tensor) -> Tensor:
         """View elements in memory order as the leaf; leading dimensions of the piece are kept."""
+        if self.order is None and piece.dim() == 1:
+            return piece if len(self.shape) == 1 else piece.view(self.shape)
         batch = piece.shape[:-1]
         if self.order is None:
             return piece.view((*batch, *self.shape))

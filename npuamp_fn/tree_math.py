@@ -115,7 +115,7 @@ def global_norm(tree: Any) -> Tensor:
     return torch.stack([norm.to(device) for norm in norms]).sum().sqrt().float()
 
 
-def multiply(tree: Any, factor: Tensor) -> Any:
+def multiply(tree: Any, factor: Tensor | float) -> Any:
     """Multiply the float and complex leaves of a tree, float16 and bfloat16 ones as float32.
 
     >>> multiply({"g": torch.ones(1).half(), "n": 3}, torch.tensor(0.5))
@@ -125,9 +125,10 @@ def multiply(tree: Any, factor: Tensor) -> Any:
     def product(leaf: Any) -> Any:
         if not (is_float(leaf) or is_complex(leaf)):
             return leaf
-        return (leaf.float() if leaf.dtype in HALVES else leaf) * factor.to(leaf.device)
+        own = factor.to(leaf.device) if isinstance(factor, Tensor) else factor
+        return (leaf.float() if leaf.dtype in HALVES else leaf) * own
 
-    return tree_map(product, tree)
+    return product(tree) if isinstance(tree, Tensor) else tree_map(product, tree)
 
 
 def to_float32(tree: Any) -> Any:

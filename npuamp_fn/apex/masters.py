@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
 from npuamp_fn import cast
 from npuamp_fn.tree import HALVES
@@ -22,6 +21,7 @@ __all__ = [
     "MasterParameter",
     "Slot",
     "as_master",
+    "grad_of",
     "half_of",
     "link",
     "low_of",
@@ -70,6 +70,10 @@ class MasterParameter(nn.Parameter):
         _touch(low_of(self), low=False)
         _data.__set__(self, value)
 
+
+class DeferredMaster(MasterParameter):
+    """A master whose gradient may wait, half and scaled, in the bucket of its optimizer."""
+
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The unscaled float32 gradient; it is computed when somebody asks for it."""
@@ -94,16 +98,12 @@ class Slot:
         return (_nothing, ())  # masters travel with the module, not with the parameter
 
 
-class _Reference:
+class _Reference(weakref.ref):
     """A weak reference that pickles as nothing."""
 
-    def __init__(self, target: Any) -> None:
-        self._reference = TensorWeakRef(target) if isinstance(target, Tensor) else weakref.ref(target)
+    __slots__ = ()
 
-    def __call__(self) -> Any:
-        return self._reference()
-
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         return (_nothing, ())
 
 
@@ -125,7 +125,10 @@ def master_of(parameter: Any) -> Tensor | None:
 def low_of(weight: Any) -> Tensor | None:
     """Return the half parameter of a master; ``None`` if it is no master, or the parameter is gone."""
     reference = weight.__dict__.get("_amp_low")
-    return None if reference is None else reference()
+    low = None if reference is None else reference()
+    if low is not None:
+        low._fix_weakref()  # torch asks for this where a tensor comes out of a weak reference
+    return low
 
 
 def half_of(weight: Any) -> torch.dtype | None:
@@ -138,6 +141,12 @@ def set_bucket(weight: Any, bucket: Any) -> None:
     reference = weight.__dict__.get("_amp_bucket")
     if reference is None or reference() is not bucket:
         weight._amp_bucket = _Reference(bucket)
+        weight.__class__ = DeferredMaster
+
+
+def grad_of(weight: Tensor) -> Tensor | None:
+    """Return a gradient, but not the one that waits."""
+    return _grad.__get__(weight)
 
 
 def set_grad(weight: Tensor, value: Tensor | None) -> None:
@@ -206,7 +215,8 @@ def link(parameter: Any, master: Any) -> None:
     """Make a Parameter of an optimizer the master of a half parameter."""
     if slot_of(parameter) is None:
         attach(parameter, master)
-    master.__class__ = MasterParameter
+    if not isinstance(master, MasterParameter):
+        master.__class__ = MasterParameter
     master._amp_low, master._amp_half = _Reference(parameter), parameter.dtype
     parameter._amp_slot.master = master
     _mark(parameter)
@@ -232,12 +242,10 @@ def synchronise(parameter: Any) -> None:
     _mark(parameter)
 
 
-def mark_synchronised(masters: Iterable[Tensor]) -> None:
-    """Note that masters and their half parameters agree as they are now."""
-    for master in masters:
-        low = low_of(master)
-        if low is not None:
-            _mark(low)
+def mark_synchronised(lows: Iterable[Tensor]) -> None:
+    """Note that half parameters and their masters agree as they are now."""
+    for low in lows:
+        _mark(low)
 
 
 def _mark(parameter: Any) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from npuamp_fn import FlatTree, flatten
-from npuamp_fn.apex.masters import half_of, low_of, mark_synchronised, set_bucket, set_data, set_grad, synchronise
+from npuamp_fn import FlatTree, all_finite, flatten
+from npuamp_fn.apex.masters import (
+    grad_of,
+    half_of,
+    low_of,
+    mark_synchronised,
+    set_bucket,
+    set_data,
+    set_grad,
+    synchronise,
+)
 
 copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 add_all: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+_unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateImportUsage]
 
-__all__ = ["Bucket", "Member", "Storage", "add_all", "alias", "copy_all", "dense", "gather"]
+__all__ = ["Bucket", "Member", "Storage", "add_all", "alias", "copy_all", "dense", "gather", "test_all", "unscale_all"]
 
 
 class Member(NamedTuple):
@@ -39,14 +50,55 @@ def alias(view: Tensor) -> Tensor:
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
-def gather(layout: Any, tensors: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> FlatTree:
-    """Lay tensors out in one buffer; where there is none, zero."""
-    buffer = torch.zeros(layout.buckets[0].size, dtype=dtype, device=device)
-    flat = FlatTree((buffer,), (), layout)
-    pairs = [(view, t) for view, t in zip(flat.unflatten(), tensors, strict=True) if t is not None]
-    if pairs:
-        copy_all([view for view, _ in pairs], [dense(t) for _, t in pairs])
-    return flat
+def gather(
+    layout: Any, tensors: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device
+) -> tuple[FlatTree, list[Tensor]]:
+    """Lay tensors out in one new buffer, zero where there is none; return it with its views."""
+    with torch.no_grad():
+        flat = FlatTree((torch.zeros(layout.buckets[0].size, dtype=dtype, device=device),), (), layout)
+        views = flat.tensors()
+        pairs = [(view, tensor) for view, tensor in zip(views, tensors, strict=True) if tensor is not None]
+        if pairs:
+            copy_all([view for view, _ in pairs], [t if t.layout == torch.strided else t.to_dense() for _, t in pairs])
+    return flat, views
+
+
+def unscale_all(grads: Sequence[Tensor], scale: Any) -> list[Tensor]:
+    """Divide gradients by a loss scale, in place and in one pass; return flags that tell whether they are finite.
+
+    Returns:
+        A flag of shape [], bool, for each device and dtype.
+    """
+    return _in_one_pass(grads, scale, lambda device: scale.unscale(_one(device)))
+
+
+def test_all(grads: Sequence[Tensor], scale: Any) -> list[Tensor]:
+    """Return flags as :func:`unscale_all` does, but leave the gradients as they are."""
+    if scale.value < 1:
+        return [all_finite(grads, scale.unscale(_one(grads[0].device)))]
+    return _in_one_pass(grads, scale, _one)
+
+
+def _in_one_pass(grads: Sequence[Tensor], scale: Any, factor: Callable[[torch.device], Tensor]) -> list[Tensor]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
+    flags = []
+    for (device, dtype), alike in kinds.items():
+        if dtype.is_complex:
+            copy_all(alike, scale.unscale(alike))
+            flags.append(all_finite(alike))
+            continue
+        found = torch.zeros((), device=device)
+        _unscale(alike, found, factor(device))
+        # The operator tests what it reads. A scale below 1 makes gradients larger: test those again.
+        flags.append(found == 0 if scale.value >= 1 else all_finite(alike))
+    return flags
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -69,14 +121,13 @@ class Bucket:
         self.key = members[0].key
         self.members = list(members)
         self.weights = [member.weight for member in members]
-        lows = [low_of(weight) for weight in self.weights]
-        for low in lows:
+        self.half = half_of(self.weights[0])
+        for low in self.lows():
             if low is not None:
                 synchronise(low)
         self.flat = flatten([weight.detach() for weight in self.weights])
         self.layout = self.flat.layout
         self._buffer: Any = self.flat.buffers[0]
-        self.half = half_of(self.weights[0])
         self.low = None if self.half is None else self.flat.cast(self.half)
         self.slots: dict[str, Any] = {}
         self.counts = torch.zeros(len(members), dtype=torch.float32)  # on the host, as torch's optimizers keep theirs
@@ -87,7 +138,7 @@ class Bucket:
         self.low_grads: Tensor | None = None  # the model's half gradients, where they are combined
         self._homes = [0] * len(members)
         self._low_homes = [0] * len(members)
-        self.settle()
+        self.settle(self.lows())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,29 +151,27 @@ class Bucket:
         return self._buffer.device
 
     def lows(self) -> list[Tensor | None]:
-        """Return the model's half parameters; ``None`` where one is gone or never was."""
-        return [low_of(weight) for weight in self.weights]
+        """Return the model's half parameters; ``None`` where one is gone, nothing if there never were any."""
+        return [] if self.half is None else [low_of(weight) for weight in self.weights]
 
     def sources(self) -> list[Tensor | None]:
         """Return the parameters whose ``grad`` autograd fills: the half ones, or the weights themselves."""
-        return list(self.weights) if self.low is None else self.lows()
+        return list(self.weights) if self.half is None else self.lows()
 
-    def settle(self) -> None:
-        """Bring weights and half copies that were moved back into the buffers; their values count."""
+    def settle(self, lows: Sequence[Tensor | None] = ()) -> None:
+        """Bring weights, and half parameters if given, that were moved back into the buffers; their values count."""
         views: Any = None
-        for i, weight in enumerate(self.weights):
-            if weight.data_ptr() != self._homes[i]:
-                views = self.flat.unflatten() if views is None else views
+        for i, (weight, home) in enumerate(zip(self.weights, self._homes, strict=True)):
+            if weight.data_ptr() != home:
+                views = self.flat.tensors() if views is None else views
                 self._homes[i] = _move_in(weight, views[i])
-        if self.low is None:
-            return
+        half: Any = self.low
         views = None
-        for i, weight in enumerate(self.weights):
-            low = low_of(weight)
+        for i, low in enumerate(lows):
             if low is None or low.data_ptr() == self._low_homes[i]:
                 continue
-            if low.dtype == self.half and low.device == self.device and low.shape == weight.shape:
-                views = self.low.unflatten() if views is None else views
+            if low.dtype == self.half and low.device == self.device and low.shape == self.weights[i].shape:
+                views = half.tensors() if views is None else views
                 self._low_homes[i] = _move_in(low, views[i])
 
     def moved(self) -> bool:
@@ -134,73 +183,92 @@ class Bucket:
                 return True
         return False
 
-    def follow_edits(self) -> None:
-        """Make masters and half copies agree after edits of either side, and bring moved tensors back."""
-        if self.low is not None:
-            for weight in self.weights:
-                low = low_of(weight)
-                if low is not None:
-                    synchronise(low)
-        self.settle()
+    def follow_edits(self, to_train: bool = False) -> None:
+        """Make masters and half copies agree after edits of either side, and bring moved tensors back.
+
+        Args:
+            to_train: An update follows: half parameters must still be half.
+
+        Raises:
+            RuntimeError: they were converted after they got masters.
+        """
+        lows = self.lows()
+        for index, low in enumerate(lows):
+            if low is None:
+                continue
+            if to_train and low.dtype != self.half:
+                raise RuntimeError(
+                    f"parameter {index} of shape {tuple(low.shape)} is {low.dtype}, but amp.initialize keeps it in "
+                    f"{self.half}: the model was converted afterwards (model.float(), model.to(dtype) or p.data = "
+                    "...). Inference and state_dict() still work; to train on, build the optimizer and call "
+                    "amp.initialize again."
+                )
+            synchronise(low)
+        self.settle(lows)
 
     def publish(self) -> None:
         """Tell torch that the weights were written through the buffer."""
-        written = [*self.weights, *(low for low in self.lows() if low is not None)] if self.low else self.weights
-        increment_version(written)
-        if self.low is not None:
-            mark_synchronised(self.weights)
+        lows = [low for low in self.lows() if low is not None]
+        increment_version([*self.weights, *lows])
+        mark_synchronised(lows)
 
     def write_low(self) -> None:
         """Round the weights into their half copies: one flat copy."""
         if self.low is not None:
             self.low.map(Tensor.copy_, self.flat)
 
-    def set_grads(self, grads: FlatTree | None, active: Sequence[bool] | None = None) -> None:
-        """Make views of a flat gradient the ``grad`` of the weights; ``None`` clears all."""
+    def set_grads(self, grads: FlatTree, views: Sequence[Tensor], active: Sequence[bool]) -> None:
+        """Make the views of a flat gradient the ``grad`` of the weights, of the active ones."""
         self.waiting, self.grads = None, grads
-        if grads is None:
-            self.grad_views, self.low_grads = [], None
-            for weight in self.weights:
-                set_grad(weight, None)
-            return
-        self.grad_views = [view.data for view in grads.unflatten()]
-        for weight, view, on in zip(self.weights, self.grad_views, active or [True] * len(self.weights), strict=True):
+        self.grad_views = [view.data for view in views]
+        for weight, view, on in zip(self.weights, self.grad_views, active, strict=True):
             set_grad(weight, view if on else None)
+
+    def clear_grads(self) -> None:
+        """Leave the weights without gradients."""
+        self.waiting = self.grads = self.low_grads = None
+        self.grad_views = []
+        for weight in self.weights:
+            set_grad(weight, None)
 
     def wait(self, waiting: Waiting) -> None:
         """Keep gradients for the step, or for whoever asks a master for its gradient."""
-        self.waiting = waiting
+        self.waiting, self.grads, self.grad_views = waiting, None, []
         for weight in self.weights:
             set_bucket(weight, self)
+
+    def has_grads(self) -> bool:
+        """Tell whether a weight has a gradient, or one waits."""
+        return self.waiting is not None or any(grad_of(weight) is not None for weight in self.weights)
 
     def reveal(self) -> None:
         """Compute the unscaled gradients that wait, and give them to the masters."""
         if self.waiting is not None:
             grads, scale, active = self.waiting
-            self.waiting = None
             with torch.no_grad():
-                self.set_grads(scale.unscale(grads), active)
+                flat = scale.unscale(grads)
+            self.set_grads(flat, flat.tensors(), active)
 
     def settled_grads(self) -> Tensor:
         """Return the weights' gradients as one buffer that they are views of."""
-        flat, active = self.current_grads(self.dtype)
+        flat, views, active = self.current_grads()
         if flat is not self.grads:
-            self.set_grads(flat, active)
+            self.set_grads(flat, views, active)
         buffer: Any = flat.buffers[0]
         return buffer
 
-    def current_grads(self, dtype: torch.dtype) -> tuple[FlatTree, list[bool]]:
-        """Return the weights' gradients as one buffer, whoever put them there, and which weights have one."""
+    def current_grads(self) -> tuple[FlatTree, list[Tensor], list[bool]]:
+        """Return the weights' gradients as one buffer with its views, and which weights have one."""
         found = [weight.grad for weight in self.weights]
         active = [grad is not None for grad in found]
         if self.grads is None:
-            return gather(self.layout, found, dtype, self.device), active
+            return *gather(self.layout, found, self.dtype, self.device), active
         for view, grad in zip(self.grad_views, found, strict=True):
             if grad is None:
                 view.zero_()
             elif grad is not view and not _same_place(grad, view):
                 view.copy_(dense(grad))
-        return self.grads, active
+        return self.grads, self.grad_views, active
 
 
 class Storage:

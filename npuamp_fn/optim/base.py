@@ -171,9 +171,9 @@ class Optimizer:
         if self.donate:
             check_donation(params, state)
         factor = total_factor(self.transforms, grads, factor, norm)
-        items = self._items(grads, state, params, finite)
-        results = kernels.run(self.kernel, Step(self.rule, factor, self.donate), items)
         count = state.count + 1
+        items = self._items(grads, state, count, params, finite)
+        results = kernels.run(self.kernel, Step(self.rule, factor, self.donate), items)
         if finite is not None:
             count = torch.where(finite, count, state.count)
         if self.donate:
@@ -184,13 +184,16 @@ class Optimizer:
 
     def choice(self, params: Any) -> tuple[str, str, list[Item]]:
         """Return the kernel that will update these parameters, why, and the items it will get."""
-        items = self._items(params, self.init(params), params, None)
+        state = self.init(params)
+        items = self._items(params, state, state.count + 1, params, None)
         return (*kernels.choose(self.kernel, self.rule, items), items)
 
-    def _items(self, grads: Any, state: OptimizerState, params: Any, finite: Tensor | None) -> list[Item]:
+    def _items(
+        self, grads: Any, state: OptimizerState, count: Tensor, params: Any, finite: Tensor | None
+    ) -> list[Item]:
         hyper = {name: self._value(value, state.count, params) for name, value in self.hyper.items()}
         collect = flat_items if isinstance(params, FlatTree) else leaf_items
-        items = collect(self.rule, hyper, state.count + 1, finite, grads, params, state)
+        items = collect(self.rule, hyper, count, finite, grads, params, state)
         return items if self.rounding == "nearest" else [numbered(item) for item in items]
 
     def _value(self, value: Any, count: Tensor, params: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -34,6 +34,10 @@ class Hyper(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def items(self) -> ItemsView[str, Any]:
+        """Return names and values; Mapping's own view would look every name up again."""
+        return self._values.items()
 
     def __hash__(self) -> int:
         return hash(tuple(self._values.items()))

@@ -239,21 +239,24 @@ def check_donation(params: Any, state: Any) -> None:
     def path(name: str, tree: Any, index: int) -> str:
         return f"{name}.{tree_paths(tree)[index]}"
 
-    for name, tree in (("params", params), ("slots", state.slots), ("master", state.master)):
-        leaves = tree_leaves(tree)
+    slots = ((f"slots.{name}", slot) for name, slot in state.slots.items())
+    for name, tree in (("params", params), *slots, ("master", state.master)):
+        leaves = tree.buffers if isinstance(tree, FlatTree) else tree_leaves(tree)
         for index, leaf in enumerate(leaves):
             if not is_float(leaf) or leaf.numel() == 0:
                 continue
-            problem = None
+            problem, address = None, leaf.data_ptr()
             if leaf.requires_grad:
                 problem = "needs gradients: detach it first (`functionalize` does)"
-            elif any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+            elif not leaf.is_contiguous() and any(
+                stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)
+            ):
                 problem = "is expanded, so that elements share memory: call .contiguous() first"
-            elif leaf.data_ptr() in owners:
-                problem = f"shares memory with `{path(*owners[leaf.data_ptr()])}`: clone one of them"
+            elif address in owners:
+                problem = f"shares memory with `{path(*owners[address])}`: clone one of them"
             if problem:
                 raise TypeError(f"update: donated tensor `{path(name, tree, index)}` {problem}; or {advice}")
-            owners[leaf.data_ptr()] = (name, tree, index)
+            owners[address] = (name, tree, index)
 
 
 def _entry(value: Any, index: int) -> Any:

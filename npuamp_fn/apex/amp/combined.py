@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from npuamp_fn.apex.amp._amp_state import maybe_print
-from npuamp_fn.apex.storage import Bucket, gather
+from npuamp_fn.apex.storage import Bucket
 
 __all__ = ["CombinedTensors"]
 
@@ -127,4 +127,4 @@ def _flat_grads(bucket: Bucket) -> Tensor | None:
 
 def _mask(bucket: Bucket) -> Tensor | None:
     ones = [torch.ones_like(weight) for weight in bucket.weights]
-    return gather(bucket.layout, ones, bucket.dtype, bucket.device).buffers[0]
+    return bucket.layout.pack(ones).buffers[0]

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn import all_finite, cast
+from npuamp_fn import cast
 from npuamp_fn.apex.amp.distributed import check_agreement, reduce_gradients
 from npuamp_fn.apex.masters import low_of
-from npuamp_fn.apex.storage import Bucket, Waiting, add_all, copy_all, dense, gather
+from npuamp_fn.apex.optimizers.fused import FusedOptimizer
+from npuamp_fn.apex.storage import Bucket, Waiting, add_all, dense, gather, test_all, unscale_all
+from npuamp_fn.tree import HALVES
 
 __all__ = ["clear_low_grads", "collect", "prepare", "restore"]
 
@@ -50,26 +52,31 @@ def collect(optimizer: Any, scale: Any) -> Tensor | None:
     Returns:
         shape [], bool: whether the new gradients are finite, all of them; ``None`` if there are none.
     """
+    stash = optimizer._amp_stash
     flags: list[Tensor] = []
     in_buckets: set[int] = set()
-    buckets = optimizer._amp_stash.buckets()
-    if optimizer._amp_stash.properties.combine_ddp and buckets:
+    combined = stash.properties.combine_grad or stash.properties.combine_ddp
+    fused = isinstance(optimizer, FusedOptimizer)
+    stash.adopt_unfrozen()
+    buckets = stash.buckets() if combined or fused else []
+    if stash.properties.combine_ddp and buckets:
         check_agreement(optimizer, buckets[0].device)
     for bucket in buckets:
-        in_buckets.update(map(id, bucket.weights))
-        _collect_bucket(bucket, scale, flags, optimizer._amp_stash.properties)
-    loose = [
-        weight
-        for _, weights in optimizer._amp_stash.groups()
-        for weight in weights
-        if id(weight) not in in_buckets and weight.grad is not None
+        if combined or bucket.half is not None:
+            in_buckets.update(map(id, bucket.weights))
+            flags += _collect_bucket(bucket, scale, stash.properties, fused)
+    weights = [w for _, group in stash.groups() for w in group if id(w) not in in_buckets]
+    lows = [low_of(weight) for weight in weights]
+    loose = [w.grad for w, low in zip(weights, lows, strict=True) if low is None and w.grad is not None]
+    wide = [
+        (w, _widened(low.grad))
+        for w, low in zip(weights, lows, strict=True)
+        if low is not None and low.grad is not None
     ]
-    if loose:
-        grads = [_values(weight.grad) for weight in loose]
-        unscaled = scale.unscale(grads)
-        flags.append(all_finite(unscaled))
-        copy_all(grads, unscaled)
-    stash = optimizer._amp_stash
+    if loose or wide:
+        flags += unscale_all([*map(_values, loose), *(grad for _, grad in wide)], scale)
+    for master, grad in wide:
+        master.grad = grad if master.grad is None else _sum(grad, master.grad)
     for weight, old in stash.kept:
         weight.grad = old if weight.grad is None else _sum(weight.grad, old)
     stash.kept, stash.scaled_by = [], None
@@ -78,46 +85,42 @@ def collect(optimizer: Any, scale: Any) -> Tensor | None:
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 
-def _collect_bucket(bucket: Bucket, scale: Any, flags: list[Tensor], properties: Any) -> None:
+def _collect_bucket(bucket: Bucket, scale: Any, properties: Any, deferred: bool) -> list[Tensor]:
+    """Give a bucket's weights their new gradients; ``deferred``: half ones may wait for an update that unscales."""
     sources = bucket.sources()
     found = [None if source is None else source.grad for source in sources]
     fresh = [grad is not None for grad in found]
     if not any(fresh) and not properties.combine_ddp:  # with it, every rank takes part in every reduction
-        return
-    wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+        return []
+    low, views = None, []
     if properties.combine_grad and bucket.half is not None:
-        low = gather(bucket.layout, found, bucket.half, bucket.device)
+        low, views = gather(bucket.layout, found, bucket.half, bucket.device)
         bucket.low_grads = low.buffers[0]
-        for source, view, on in zip(sources, low.unflatten(), fresh, strict=True):
+        for source, view, on in zip(sources, views, fresh, strict=True):
             if source is not None and on:
                 source.grad = view.data
-    else:
-        low = None
-    earlier = bucket.half is not None and (bucket.waiting is not None or bucket.grads is not None or _any_grad(bucket))
-    if bucket.half is not None and not earlier and not properties.combine_ddp and _all_of(found, bucket.half):
-        low = gather(bucket.layout, found, bucket.half, bucket.device) if low is None else low
-        flags.append(all_finite(low, scale.unscale(torch.ones((), device=bucket.device))))
+    if deferred and not properties.combine_ddp and not bucket.has_grads() and _all_of(found, bucket.half):
+        if low is None:
+            low, _ = gather(bucket.layout, found, bucket.half, bucket.device)
         bucket.wait(Waiting(low, scale, fresh))
-        return
-    flat = gather(bucket.layout, found, wide, bucket.device) if low is None else cast(low, wide)
+        return test_all(low.buffers, scale)
+    wide = torch.float32 if bucket.dtype in HALVES else bucket.dtype
+    flat, views = gather(bucket.layout, found if low is None else views, wide, bucket.device)
     if properties.combine_ddp:
         flat, fresh = reduce_gradients(flat, fresh, bucket.device)
         if not any(fresh):
-            return
-    flat = scale.unscale(flat)
-    flags.append(all_finite(flat))
-    old = [weight.grad for weight in bucket.weights] if bucket.low is not None else [None] * len(found)
-    bucket.set_grads(
-        cast(flat, bucket.dtype),
-        [new or before is not None for new, before in zip(fresh, old, strict=True)],
-    )
+            return []
+        views = flat.tensors()
+    flags = unscale_all(flat.buffers, scale)
+    if bucket.dtype != wide:
+        flat = cast(flat, bucket.dtype)
+        views = flat.tensors()
+    old = [weight.grad for weight in bucket.weights] if bucket.half is not None else [None] * len(found)
+    bucket.set_grads(flat, views, [new or before is not None for new, before in zip(fresh, old, strict=True)])
     pairs = [(weight.grad, before) for weight, before in zip(bucket.weights, old, strict=True) if before is not None]
     if pairs:
         add_all([grad for grad, _ in pairs], [before for _, before in pairs])
-
-
-def _any_grad(bucket: Bucket) -> bool:
-    return any(weight.grad is not None for weight in bucket.weights)
+    return flags
 
 
 def _all_of(grads: list[Tensor | None], dtype: torch.dtype) -> bool:
@@ -135,6 +138,10 @@ def clear_low_grads(optimizer: Any, set_to_none: bool) -> None:
                 low.grad = None
             else:
                 low.grad.detach().zero_()
+
+
+def _widened(grad: Tensor) -> Tensor:
+    return dense(grad).to(torch.float32, copy=True)
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -52,14 +52,17 @@ class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
             _skip(self)
             return loss
         stash.last_step_skipped = False
-        fused = isinstance(self, FusedOptimizer)
-        buckets = stash.buckets()
+        fused = isinstance(self, FusedOptimizer)  # it follows edits, and publishes what it wrote, by itself
+        if fused and stash.used:
+            stash.adopt_unfrozen()
+            buckets = _live_buckets(self)
+        else:
+            buckets = stash.buckets()
         if stash.master_weights and not stash.used:
             _warn_of_bare_backward(buckets)
-        for bucket in buckets:
-            _refuse_converted(self, bucket)
-            if not fused:
-                bucket.follow_edits()
+        if not fused:
+            for bucket in buckets:
+                bucket.follow_edits(to_train=True)
         if closure is not None:
             args = (_Again(closure, loss, self, buckets), *args)
         if op_cast.current() is None:
@@ -67,11 +70,11 @@ class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
         else:
             with op_cast.disable_casts():
                 result = super().step(*args, **kwargs)
-        for bucket in buckets:
+        for bucket in _live_buckets(self):
             if not fused:
                 _push(bucket)
-            if bucket.low is not None:
-                bucket.set_grads(None)
+            if bucket.half is not None:
+                bucket.clear_grads()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  (the optimizer's own step runs the step hooks)
@@ -82,7 +85,7 @@ class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
         stash = self._amp_stash
         for bucket in _live_buckets(self):
             if bucket.waiting is not None:
-                bucket.set_grads(None)
+                bucket.clear_grads()
         super().zero_grad(set_to_none)
         clear_low_grads(self, set_to_none)
         stash.scaled_by, stash.kept = None, []
@@ -171,7 +174,7 @@ def adopt(optimizer: torch.optim.Optimizer, properties: Any, scalers: list[Any])
     optimizer.__dict__["_amp_stash"] = stash
     optimizer.__class__ = amp_optimizer_class(type(optimizer))
     if properties.master_weights:
-        stash._adopt_unfrozen()
+        stash.adopt_unfrozen()
     elif not isinstance(optimizer, FusedOptimizer):
         _state_like_weights(optimizer)
     stash.buckets()
@@ -245,8 +248,8 @@ def _skip(optimizer: AmpOptimizer) -> None:
     maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change} {scaler.loss_scale()}")
     stash.skip, stash.last_step_skipped = None, True
     for bucket in _live_buckets(optimizer):
-        if bucket.low is not None:
-            bucket.set_grads(None)
+        if bucket.half is not None:
+            bucket.clear_grads()
 
 
 def _live_buckets(optimizer: AmpOptimizer) -> list[Bucket]:
@@ -270,18 +273,3 @@ def _warn_of_bare_backward(buckets: list[Bucket]) -> None:
                 stacklevel=4,
             )
             return
-
-
-def _refuse_converted(optimizer: AmpOptimizer, bucket: Bucket) -> None:
-    if bucket.low is None:
-        return
-    want = bucket.half
-    for index, weight in enumerate(bucket.weights):
-        low = low_of(weight)
-        if low is not None and low.dtype != want:
-            raise RuntimeError(
-                f"parameter {index} of shape {tuple(low.shape)} is {low.dtype}, but "
-                f"amp.initialize(opt_level={optimizer._amp_stash.properties.opt_level!r}) keeps it in {want}: the "
-                "model was converted afterwards (model.float(), model.to(dtype) or p.data = ...). Inference and "
-                "state_dict() still work; to train on, build the optimizer and call amp.initialize again."
-            )

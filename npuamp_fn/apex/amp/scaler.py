@@ -6,7 +6,6 @@ import dataclasses
 import warnings
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from npuamp_fn import DynamicLossScale, NoOpLossScale, StaticLossScale
@@ -47,7 +46,7 @@ class LossScaler:
                 growth_interval=scale_window,
                 min_scale=min_loss_scale or FLOOR,
                 max_scale=max_loss_scale,
-            )
+            ).on_host()
         else:
             self.state = _static(float(loss_scale))
 
@@ -62,7 +61,7 @@ class LossScaler:
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
         if self.dynamic:
-            self.state = dataclasses.replace(self.state, value=torch.tensor(float(value)))
+            self.state = dataclasses.replace(self.state, value=float(value))
         else:
             self.state = _static(float(value))
 
@@ -73,7 +72,7 @@ class LossScaler:
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
         if self.dynamic:
-            self.state = dataclasses.replace(self.state, good_steps=torch.tensor(int(value), dtype=torch.int32))
+            self.state = dataclasses.replace(self.state, good_steps=int(value))
         else:
             self._static_steps = int(value)
 
@@ -91,10 +90,10 @@ class LossScaler:
         """Adapt the scale to what was recorded since the last update; return whether to skip the step."""
         overflow = self._has_overflow
         before = self.state
-        self.state = before.adjust(torch.tensor(not overflow))
+        self.state = before.adjust(not overflow)
         if not self.dynamic:
             self._static_steps = self._static_steps if overflow else self._static_steps + 1
-        elif overflow and bool(before.value <= before.min_scale):
+        elif overflow and before.value <= before.min_scale:
             self._warn_at_floor()
         self.clear_overflow_state()
         return overflow

@@ -92,22 +92,25 @@ class Stash:
 
     def buckets(self) -> list[Bucket]:
         """Return the flat buffers: of masters always, of all weights where gradients are combined."""
+        self.adopt_unfrozen()
         optimizer = self._optimizer()
-        if self.master_weights:
-            self._adopt_unfrozen()
         if isinstance(optimizer, FusedOptimizer):
             return optimizer.buckets()
-        combined = self.properties.combine_grad
         weights = (weights for _, weights in self.groups())
-        if not combined:
+        if not self.properties.combine_grad:
+            if not self.master_weights:
+                return []
             weights = ([w for w in group if isinstance(w, MasterParameter)] for group in weights)
         return self.storage.refresh((group, "amp") for group in weights)
 
-    def _adopt_unfrozen(self) -> None:
+    def adopt_unfrozen(self) -> None:
+        """Put masters in the places of half parameters that came into the optimizer, or became trainable, since."""
+        if not self.master_weights:
+            return
         optimizer: Any = self._optimizer()
         for _, weights in self.groups():
             for i, weight in enumerate(weights):
-                if weight.requires_grad and weight.dtype in HALVES:
+                if not isinstance(weight, MasterParameter) and weight.requires_grad and weight.dtype in HALVES:
                     master = weights[i] = as_master(weight)
                     if weight in optimizer.state:
                         optimizer.state[master] = optimizer.state.pop(weight)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,35 +64,40 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rules = self._rules()
+        groups = self._read_groups()
+        rules = [group.rule for group in groups]
         self._refuse_sparse()
-        buckets = self.buckets()
+        buckets = self._refresh(groups)
         for bucket in buckets:
-            bucket.follow_edits()
+            bucket.follow_edits(to_train=True)
         if any(rule.transforms for rule in rules):
             for bucket in buckets:
                 bucket.reveal()
         found = [_gradients(bucket) for bucket in buckets]
         for bucket, (grads, active, factor) in zip(buckets, found, strict=True):
-            self._update(bucket, rules, grads, active, factor, [flat for flat, _, _ in found])
+            if any(active):
+                self._update(bucket, rules, grads, active, factor, [flat for flat, _, _ in found])
         return loss
 
     def buckets(self) -> list[Bucket]:
         """Return the flat buffers as they must be now."""
-        keys = [_static_part(rule) for rule in self._rules()]
-        return self.storage.refresh(zip((group["params"] for group in self.param_groups), keys, strict=True))
+        return self._refresh(self._read_groups())
 
-    def _rules(self) -> list[Optimizer]:
-        """Return the core optimizer of every group, made anew where a number changed."""
-        known: list[Any] = self.__dict__.setdefault("_known_rules", [])
+    def _refresh(self, groups: Sequence[_Group]) -> list[Bucket]:
+        weights = (group["params"] for group in self.param_groups)
+        return self.storage.refresh(zip(weights, (group.key for group in groups), strict=True))
+
+    def _read_groups(self) -> list[_Group]:
+        """Return what every group stands for, worked out anew where a number changed."""
+        known: list[_Group] = self.__dict__.setdefault("_known_groups", [])
         del known[len(self.param_groups) :]
         for index, group in enumerate(self.param_groups):
-            numbers = {name: value for name, value in group.items() if name != "params"}
+            options = {name: value for name, value in group.items() if name != "params"}
             if index == len(known):
-                known.append((numbers, self.rule_of(group)))
-            elif known[index][0] != numbers:
-                known[index] = (numbers, self.rule_of(group))
-        return [rule for _, rule in known]
+                known.append(_Group.of(options, self.rule_of(group)))
+            elif known[index].options != options:
+                known[index] = _Group.of(options, self.rule_of(group))
+        return known
 
     def _update(
         self,
@@ -103,21 +108,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         factor: Tensor | None,
         all_grads: list[FlatTree],
     ) -> None:
-        if not any(active):
-            return
-        rule = rules[next(member.group for member, on in zip(bucket.members, active, strict=True) if on)]
+        rule = rules[bucket.members[active.index(True)].group]
         self._adopt_state(bucket, rule, active)
-        hyper = _merged_hyper(bucket, rules, active)
         for transform in rule.transforms:  # over the gradients of all groups
             factor = transform.factor(all_grads, factor)
-        options = {"hyper": hyper, "master_weights": bucket.low is not None, "transforms": ()}
+        options = {
+            "hyper": _merged_hyper(bucket, rules, active),
+            "master_weights": bucket.low is not None,
+            "transforms": (),
+        }
         core = fused_update(rule.replace(**options), donate=True)
         master: Any = () if bucket.low is None else bucket.flat
         state = OptimizerState(_merged_count(bucket, active), bucket.slots, master)
         on = None if all(active) else torch.tensor(active, device=bucket.device)
         factor = None if factor is None else factor.to(bucket.device)
         core.apply(grads, state, bucket.flat if bucket.low is None else bucket.low, factor, on)
-        bucket.counts.add_(torch.tensor(active, dtype=torch.float32))
+        bucket.counts.add_(1 if on is None else torch.tensor(active, dtype=torch.float32))
         bucket.publish()
 
     def _adopt_state(self, bucket: Bucket, rule: Optimizer, active: Sequence[bool]) -> None:
@@ -199,17 +205,24 @@ def load_keeping_groups(optimizer: torch.optim.Optimizer, load: Callable[[Any], 
                 optimizer.state[weight][name] = value.detach().to(weight.device, copy=True)
 
 
+class _Group(NamedTuple):
+    options: dict[str, Any]
+    rule: Optimizer
+    key: Hashable  # groups of equal key share buffers
+
+    @classmethod
+    def of(cls, options: dict[str, Any], rule: Optimizer) -> _Group:
+        fixed = tuple((name, value) for name, value in rule.hyper.items() if not _is_number(value))
+        return cls(options, rule, (rule.rule, fixed, rule.transforms))
+
+
 def _gradients(bucket: Bucket) -> tuple[FlatTree, list[bool], Tensor | None]:
     """Return flat gradients, which weights have one, and what the gradients must be multiplied by."""
     if bucket.waiting is None:
-        return (*bucket.current_grads(bucket.dtype), None)
+        grads, _, active = bucket.current_grads()
+        return grads, active, None
     grads, scale, active = bucket.waiting
     return grads, active, scale.unscale(torch.ones((), device=bucket.device))
-
-
-def _static_part(rule: Optimizer) -> tuple[Any, ...]:
-    fixed = tuple((name, value) for name, value in rule.hyper.items() if not _is_number(value))
-    return (rule.rule, fixed, rule.transforms)
 
 
 def _is_number(value: Any) -> bool:
@@ -219,6 +232,8 @@ def _is_number(value: Any) -> bool:
 def _merged_hyper(bucket: Bucket, rules: Sequence[Optimizer], active: Sequence[bool]) -> Hyper:
     """Return hyper-parameters: a number where all groups agree, else one entry per tensor."""
     groups = list(dict.fromkeys(member.group for member, on in zip(bucket.members, active, strict=True) if on))
+    if len(groups) == 1:
+        return rules[groups[0]].hyper
     merged = {}
     for name, value in rules[groups[0]].hyper.items():
         values = {group: rules[group].hyper[name] for group in groups}
@@ -238,7 +253,7 @@ def _merged_hyper(bucket: Bucket, rules: Sequence[Optimizer], active: Sequence[b
 
 
 def _merged_count(bucket: Bucket, active: Sequence[bool]) -> Tensor:
-    counts = [int(count) for count in bucket.counts.tolist()]
+    counts = bucket.counts.tolist()
     value = counts[0] if all(active) and len(set(counts)) == 1 else counts
     return torch.tensor(value, dtype=torch.int32, device=bucket.device)
 
