@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from npuamp_fn.tree import struct
+from npuamp_fn.tree import describe, struct
 from npuamp_fn.tree_math import check_flag, multiply, to_float32
 
 __all__ = ["DynamicLossScale", "LossScale", "NoOpLossScale", "ScaledGrads", "StaticLossScale"]
@@ -189,10 +189,14 @@ class DynamicLossScale:
             finite: shape [], bool: whether all gradients of this step were finite. A Python bool :meth:`on_host`.
 
         Raises:
-            TypeError: ``finite`` is not such a tensor.
+            TypeError: ``finite`` is something else.
         """
         if isinstance(self.value, Tensor):
             check_flag("adjust(finite)", finite)
+        elif not isinstance(finite, bool):
+            raise TypeError(
+                f"adjust(finite): expected a Python bool, as the scale is on the host, found {describe(finite)}"
+            )
         # Sums instead of selects where they do: this runs in every step, and each operation costs microseconds.
         good = (self.good_steps + 1) * finite
         bad_left = _clamp(self.bad_steps_left + finite - 1, low=0)

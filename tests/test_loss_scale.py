@@ -66,9 +66,12 @@ def test_any_sequence_follows_the_model(outcomes, exponent, growth, backoff, int
         max_scale=high,
     )
     model = Model(2.0**exponent, growth, backoff, interval, hysteresis, low, high)
+    numbers = scale.on_host()
     for finite in outcomes:
-        scale = scale.adjust(torch.tensor(finite))
+        scale, numbers = scale.adjust(torch.tensor(finite)), numbers.adjust(finite)
         model.step(finite)
+        assert (numbers.value, numbers.good_steps, numbers.bad_steps_left) == (model.value, model.clean, model.left)
+        assert list(map(type, (numbers.value, numbers.good_steps, numbers.bad_steps_left))) == [float, int, int]
         assert (scale.value.item(), scale.good_steps.item(), scale.bad_steps_left.item()) == (
             model.value,
             model.clean,
@@ -77,6 +80,28 @@ def test_any_sequence_follows_the_model(outcomes, exponent, growth, backoff, int
         assert (scale.value.dtype, scale.value.shape) == (f32, ())
         assert (scale.good_steps.dtype, scale.bad_steps_left.dtype) == (torch.int32, torch.int32)
         assert (scale.growth_interval, scale.hysteresis, scale.min_scale) == (interval, hysteresis, low)
+
+
+def test_a_scale_on_the_host_multiplies_and_divides_like_its_tensors():
+    scale = DynamicLossScale.create(8.0)
+    tree = {"g": torch.tensor([3.0, -1.5], dtype=f16), "wide": torch.tensor([3.0], dtype=f64), "n": 2}
+    for there, here in zip(
+        (scale.scale(tree), scale.unscale(tree)),
+        (scale.on_host().scale(tree), scale.on_host().unscale(tree)),
+        strict=True,
+    ):
+        assert here["n"] == there["n"] == 2
+        for name in ("g", "wide"):
+            assert here[name].dtype == there[name].dtype
+            assert torch.equal(here[name], there[name])
+
+
+@pytest.mark.parametrize("flag", [torch.tensor(True), 1, None])
+def test_a_scale_on_the_host_takes_no_tensor_flag(flag):
+    with pytest.raises(
+        TypeError, match=r"adjust\(finite\): expected a Python bool, as the scale is on the host, found"
+    ):
+        DynamicLossScale.create().on_host().adjust(flag)
 
 
 def test_growth_comes_at_exactly_growth_interval_clean_steps():

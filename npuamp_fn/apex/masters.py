@@ -59,6 +59,9 @@ class LowParameter(nn.Parameter):
 class MasterParameter(nn.Parameter):
     """The float32 master of a half parameter; ``.data`` is watched."""
 
+    _amp_low: Any
+    _amp_half: torch.dtype
+
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The tensor without its graph; whoever asks for it may write to it."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from npuamp_fn import FlatTree, all_finite, flatten
+from npuamp_fn import FlatTree, flatten
+from npuamp_fn.apex.grads import dense, gather
 from npuamp_fn.apex.masters import (
     grad_of,
     half_of,
@@ -22,11 +22,7 @@ from npuamp_fn.apex.masters import (
     synchronise,
 )
 
-copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-add_all: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-_unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateImportUsage]
-
-__all__ = ["Bucket", "Member", "Storage", "add_all", "alias", "copy_all", "dense", "gather", "test_all", "unscale_all"]
+__all__ = ["Bucket", "Member", "Storage", "Waiting", "alias"]
 
 
 class Member(NamedTuple):
@@ -48,62 +44,6 @@ def alias(view: Tensor) -> Tensor:
     start = view.storage_offset() * size
     storage = view.untyped_storage()[start : start + view.numel() * size]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
-
-
-def gather(
-    layout: Any, tensors: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device
-) -> tuple[FlatTree, list[Tensor]]:
-    """Lay tensors out in one new buffer, zero where there is none; return it with its views."""
-    with torch.no_grad():
-        flat = FlatTree((torch.zeros(layout.buckets[0].size, dtype=dtype, device=device),), (), layout)
-        views = flat.tensors()
-        pairs = [(view, tensor) for view, tensor in zip(views, tensors, strict=True) if tensor is not None]
-        if pairs:
-            copy_all([view for view, _ in pairs], [t if t.layout == torch.strided else t.to_dense() for _, t in pairs])
-    return flat, views
-
-
-def unscale_all(grads: Sequence[Tensor], scale: Any) -> list[Tensor]:
-    """Divide gradients by a loss scale, in place and in one pass; return flags that tell whether they are finite.
-
-    Returns:
-        A flag of shape [], bool, for each device and dtype.
-    """
-    return _in_one_pass(grads, scale, lambda device: scale.unscale(_one(device)))
-
-
-def test_all(grads: Sequence[Tensor], scale: Any) -> list[Tensor]:
-    """Return flags as :func:`unscale_all` does, but leave the gradients as they are."""
-    if scale.value < 1:
-        return [all_finite(grads, scale.unscale(_one(grads[0].device)))]
-    return _in_one_pass(grads, scale, _one)
-
-
-def _in_one_pass(grads: Sequence[Tensor], scale: Any, factor: Callable[[torch.device], Tensor]) -> list[Tensor]:
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
-    flags = []
-    for (device, dtype), alike in kinds.items():
-        if dtype.is_complex:
-            copy_all(alike, scale.unscale(alike))
-            flags.append(all_finite(alike))
-            continue
-        found = torch.zeros((), device=device)
-        _unscale(alike, found, factor(device))
-        # The operator tests what it reads. A scale below 1 makes gradients larger: test those again.
-        flags.append(found == 0 if scale.value >= 1 else all_finite(alike))
-    return flags
-
-
-@functools.cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), device=device)
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """Return a gradient as an ordinary tensor without a graph."""
-    return tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
 
 
 class Waiting(NamedTuple):
@@ -207,20 +147,26 @@ class Bucket:
         self.settle(lows)
 
     def publish(self) -> None:
-        """Tell torch that the weights were written through the buffer."""
-        lows = [low for low in self.lows() if low is not None]
-        increment_version([*self.weights, *lows])
-        mark_synchronised(lows)
+        """Tell torch that the weights, and their half copies, were written through the buffers."""
+        increment_version(self.weights)
+        self._publish_low()
 
     def write_low(self) -> None:
         """Round the weights into their half copies: one flat copy."""
         if self.low is not None:
-            self.low.map(Tensor.copy_, self.flat)
+            half: Any = self.low.buffers[0]
+            half.copy_(self._buffer)
+            self._publish_low()
 
-    def set_grads(self, grads: FlatTree, views: Sequence[Tensor], active: Sequence[bool]) -> None:
-        """Make the views of a flat gradient the ``grad`` of the weights, of the active ones."""
+    def _publish_low(self) -> None:
+        lows = [low for low in self.lows() if low is not None]
+        increment_version(lows)
+        mark_synchronised(lows)
+
+    def set_grads(self, grads: FlatTree, active: Sequence[bool]) -> None:
+        """Make views of a flat gradient the ``grad`` of the weights, of the active ones."""
         self.waiting, self.grads = None, grads
-        self.grad_views = [view.data for view in views]
+        self.grad_views = [view.data for view in grads.tensors()]
         for weight, view, on in zip(self.weights, self.grad_views, active, strict=True):
             set_grad(weight, view if on else None)
 
@@ -246,29 +192,28 @@ class Bucket:
         if self.waiting is not None:
             grads, scale, active = self.waiting
             with torch.no_grad():
-                flat = scale.unscale(grads)
-            self.set_grads(flat, flat.tensors(), active)
+                self.set_grads(scale.unscale(grads), active)
 
     def settled_grads(self) -> Tensor:
         """Return the weights' gradients as one buffer that they are views of."""
-        flat, views, active = self.current_grads()
+        flat, active = self.current_grads()
         if flat is not self.grads:
-            self.set_grads(flat, views, active)
+            self.set_grads(flat, active)
         buffer: Any = flat.buffers[0]
         return buffer
 
-    def current_grads(self) -> tuple[FlatTree, list[Tensor], list[bool]]:
-        """Return the weights' gradients as one buffer with its views, and which weights have one."""
+    def current_grads(self) -> tuple[FlatTree, list[bool]]:
+        """Return the weights' gradients as one buffer, whoever put them there, and which weights have one."""
         found = [weight.grad for weight in self.weights]
         active = [grad is not None for grad in found]
         if self.grads is None:
-            return *gather(self.layout, found, self.dtype, self.device), active
+            return gather(self.layout, found, self.dtype, self.device), active
         for view, grad in zip(self.grad_views, found, strict=True):
             if grad is None:
                 view.zero_()
             elif grad is not view and not _same_place(grad, view):
                 view.copy_(dense(grad))
-        return self.grads, self.grad_views, active
+        return self.grads, active
 
 
 class Storage:

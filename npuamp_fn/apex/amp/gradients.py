@@ -9,9 +9,10 @@ from torch import Tensor
 
 from npuamp_fn import cast
 from npuamp_fn.apex.amp.distributed import check_agreement, reduce_gradients
+from npuamp_fn.apex.grads import add_all, dense, finite_flags, gather, unscale_all
 from npuamp_fn.apex.masters import low_of
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer
-from npuamp_fn.apex.storage import Bucket, Waiting, add_all, dense, gather, test_all, unscale_all
+from npuamp_fn.apex.storage import Bucket, Waiting
 from npuamp_fn.tree import HALVES
 
 __all__ = ["clear_low_grads", "collect", "prepare", "restore"]
@@ -92,39 +93,33 @@ def _collect_bucket(bucket: Bucket, scale: Any, properties: Any, deferred: bool)
     fresh = [grad is not None for grad in found]
     if not any(fresh) and not properties.combine_ddp:  # with it, every rank takes part in every reduction
         return []
-    low, views = None, []
-    if properties.combine_grad and bucket.half is not None:
-        low, views = gather(bucket.layout, found, bucket.half, bucket.device)
+    low: Any = None
+    if bucket.half is not None and properties.combine_grad:
+        low = gather(bucket.layout, found, bucket.half, bucket.device)
         bucket.low_grads = low.buffers[0]
-        for source, view, on in zip(sources, views, fresh, strict=True):
+        for source, view, on in zip(sources, low.tensors(), fresh, strict=True):
             if source is not None and on:
                 source.grad = view.data
-    if deferred and not properties.combine_ddp and not bucket.has_grads() and _all_of(found, bucket.half):
-        if low is None:
-            low, _ = gather(bucket.layout, found, bucket.half, bucket.device)
+    deferred = deferred and not properties.combine_ddp and not bucket.has_grads()
+    if deferred and bucket.half is not None and all(grad is None or grad.dtype == bucket.half for grad in found):
+        low = gather(bucket.layout, found, bucket.half, bucket.device) if low is None else low
         bucket.wait(Waiting(low, scale, fresh))
-        return test_all(low.buffers, scale)
+        return finite_flags(low.buffers, scale)
     wide = torch.float32 if bucket.dtype in HALVES else bucket.dtype
-    flat, views = gather(bucket.layout, found if low is None else views, wide, bucket.device)
+    flat: Any = gather(bucket.layout, found, wide, bucket.device) if low is None else cast(low, wide)
     if properties.combine_ddp:
         flat, fresh = reduce_gradients(flat, fresh, bucket.device)
         if not any(fresh):
             return []
-        views = flat.tensors()
     flags = unscale_all(flat.buffers, scale)
-    if bucket.dtype != wide:
-        flat = cast(flat, bucket.dtype)
-        views = flat.tensors()
     old = [weight.grad for weight in bucket.weights] if bucket.half is not None else [None] * len(found)
-    bucket.set_grads(flat, views, [new or before is not None for new, before in zip(fresh, old, strict=True)])
+    bucket.set_grads(
+        cast(flat, bucket.dtype), [new or before is not None for new, before in zip(fresh, old, strict=True)]
+    )
     pairs = [(weight.grad, before) for weight, before in zip(bucket.weights, old, strict=True) if before is not None]
     if pairs:
         add_all([grad for grad, _ in pairs], [before for _, before in pairs])
     return flags
-
-
-def _all_of(grads: list[Tensor | None], dtype: torch.dtype) -> bool:
-    return all(grad is None or grad.dtype == dtype for grad in grads)
 
 
 def clear_low_grads(optimizer: Any, set_to_none: bool) -> None:
@@ -141,7 +136,7 @@ def clear_low_grads(optimizer: Any, set_to_none: bool) -> None:
 
 
 def _widened(grad: Tensor) -> Tensor:
-    return dense(grad).to(torch.float32, copy=True)
+    return (grad if grad.layout == torch.strided else grad.to_dense()).to(torch.float32, copy=True)
 
 
 def _values(grad: Tensor) -> Tensor:

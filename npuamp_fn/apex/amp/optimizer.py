@@ -259,7 +259,6 @@ def _live_buckets(optimizer: AmpOptimizer) -> list[Bucket]:
 def _push(bucket: Bucket) -> None:
     bucket.settle()
     bucket.write_low()
-    bucket.publish()
 
 
 def _warn_of_bare_backward(buckets: list[Bucket]) -> None:

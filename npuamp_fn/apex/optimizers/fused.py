@@ -219,8 +219,7 @@ class _Group(NamedTuple):
 def _gradients(bucket: Bucket) -> tuple[FlatTree, list[bool], Tensor | None]:
     """Return flat gradients, which weights have one, and what the gradients must be multiplied by."""
     if bucket.waiting is None:
-        grads, _, active = bucket.current_grads()
-        return grads, active, None
+        return *bucket.current_grads(), None
     grads, scale, active = bucket.waiting
     return grads, active, scale.unscale(torch.ones((), device=bucket.device))
 
