@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import casts, memory, report, rules, startup, step, tail, timing, update
+from benchmarks import casts, memory, report, rules, shell, startup, step, tail, timing, update
 from benchmarks.timing import Finding, Setup
 
 BENCHMARKS: dict[str, Callable[[Setup], list[Finding]]] = {
@@ -30,6 +30,8 @@ BENCHMARKS: dict[str, Callable[[Setup], list[Finding]]] = {
         step.step_compiled,
         casts.operation_casts,
         memory.memory,
+        shell.shell_small,
+        shell.shell_large,
         startup.kernel_startup,
         startup.import_time,
     )

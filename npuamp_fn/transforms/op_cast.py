@@ -78,12 +78,12 @@ class OpCasts(TorchFunctionMode):
         """Cast the arguments as the table says, and call."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", None)
-        rules = self.lookup.get(name)
-        if rules is None and name in _STARTERS and func in _BACKWARD:
+        if name in _STARTERS and func in _BACKWARD:
             with self:
                 return redispatch_function(func, types, args, kwargs)
         if self.backward_only and not in_backward():
             return func(*args, **kwargs)
+        rules = self.lookup.get(name)
         if rules is not None and not (self.passing and _thread() in self.passing):
             for candidate, rule in rules:
                 if candidate is func:

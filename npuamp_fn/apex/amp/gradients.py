@@ -140,7 +140,7 @@ def _widened(grad: Tensor) -> Tensor:
 
 
 def _values(grad: Tensor) -> Tensor:
-    return grad.detach() if grad.layout == torch.strided else grad.detach()._values()
+    return grad if grad.layout == torch.strided else grad._values()
 
 
 def _sum(grad: Tensor, old: Tensor) -> Tensor:

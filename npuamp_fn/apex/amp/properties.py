@@ -68,16 +68,16 @@ BRIEFS = {
 class Properties:
     """The options in force, as attributes and as the ordered dictionary ``options``."""
 
-    options: dict[str, Any]
-
     def __init__(self) -> None:
-        self.__dict__["options"] = dict(_DEFAULTS)
+        self.__dict__.update(_DEFAULTS)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options; writing into it checks nothing."""
+        return self.__dict__
 
     def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options", {})
-        if name in options:
-            return options[name]
-        raise AttributeError(f"'Properties' object has no attribute {name!r}; its options are {list(options)}")
+        raise AttributeError(f"'Properties' object has no attribute {name!r}; its options are {list(self.__dict__)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an option after checking it; unknown names are dropped, as scripts expect."""
