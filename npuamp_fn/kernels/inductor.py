@@ -30,6 +30,8 @@ _OPTIONS = {
     "realize_reads_threshold": 64,
     "realize_acc_reads_threshold": 64,
     "realize_opcount_threshold": 1000,
+    # Without guards nothing else notices another number of threads: loops ask for it when they run.
+    "cpp.dynamic_threads": True,
 }
 _failure: list[str] = []  # why this process cannot compile, once that is known
 
