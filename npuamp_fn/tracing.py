@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 
 # functorch's interpreter stack has no public name; these three questions are all that is asked of it.
-_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009
+_torch: Any = torch._C
+_functorch = _torch._functorch
 
-__all__ = ["is_wrapped", "needs_outer_gradient", "under_transform", "under_vmap"]
+__all__ = [
+    "is_wrapped",
+    "materialized",
+    "needs_outer_gradient",
+    "transform_is_active",
+    "under_transform",
+    "under_vmap",
+]
 
 
 def under_transform() -> bool:
@@ -32,6 +40,29 @@ def under_vmap(leaves: list[Any]) -> bool:
         return any(isinstance(leaf, Tensor) and _functorch.is_batchedtensor(leaf) for leaf in leaves)
     top = _functorch.peek_interpreter_stack()
     return top is not None and top.key() == _functorch.TransformType.Vmap
+
+
+def transform_is_active() -> bool:
+    """Tell whether a functorch transform is running, in a compiled region too.
+
+    >>> transform_is_active(), torch.func.vmap(lambda x: x * transform_is_active())(torch.ones(1))
+    (False, tensor([1.]))
+    """
+    return _torch._are_functorch_transforms_active()
+
+
+def materialized(value: Tensor) -> Tensor:
+    """Return a small tensor so that a compiled region computes it once, not once for every element that it meets.
+
+    Inductor inlines arithmetic on small tensors into the loop over elements: the bias corrections of Adam would call
+    pow there. What a strided view is taken of, it stores first.
+
+    >>> materialized(torch.tensor(2.0))
+    tensor(2.)
+    """
+    if not torch.compiler.is_compiling() or transform_is_active():
+        return value
+    return value.as_strided(value.shape, value.stride())
 
 
 def is_wrapped(tensor: Tensor) -> bool:

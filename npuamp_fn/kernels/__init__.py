@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from npuamp_fn.kernels import aten, compiled, reference
 from npuamp_fn.kernels.inductor import WORTH_COMPILING
-from npuamp_fn.kernels.rule import Item, Result, Rule, Slot, Step
+from npuamp_fn.kernels.rule import Item, Result, RowSegments, Rule, Slot, Step
 
 __all__ = ["KERNELS", "WORTH_COMPILING", "Item", "Result", "Rule", "Slot", "Step", "choose", "run"]
 
@@ -29,7 +31,10 @@ def choose(kernel: str, rule: Rule, items: list[Item]) -> tuple[str, str]:
             raise ValueError(f"kernel={kernel!r} cannot run {rule.name} here: {refusal}; use kernel='auto'")
         return kernel, "asked for"
     no_compiled = compiled.refusal(rule, items)
-    if no_compiled is None and sum(item.param.numel() for item in items) < WORTH_COMPILING:
+    is_large = sum(item.param.numel() for item in items) >= WORTH_COMPILING
+    if torch.compiler.is_compiling() and is_large and all(isinstance(i.segments, RowSegments) for i in items):
+        return "reference", "part of a compiled region, where the rule's text becomes one pass over memory"
+    if no_compiled is None and not is_large:
         no_compiled = f"fewer than {WORTH_COMPILING} elements: compiling costs more than it saves"
     if no_compiled is None:
         return "compiled", "one pass over memory"

@@ -12,7 +12,7 @@ from torch import Tensor
 from npuamp_fn import tree_math
 from npuamp_fn.flat import FlatTree
 from npuamp_fn.kernels.inductor import WORTH_COMPILING, compile_once
-from npuamp_fn.tracing import under_transform
+from npuamp_fn.tracing import transform_is_active
 
 __all__ = ["all_finite", "finite_and_norm", "global_norm"]
 
@@ -50,7 +50,7 @@ def _total(norms: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _norms(tree: Any, factor: Tensor | None) -> list[tuple[Tensor, Tensor]] | None:
     # (norm, finite) per buffer, or None where the general code is right.
-    if not isinstance(tree, FlatTree) or under_transform():
+    if not isinstance(tree, FlatTree) or transform_is_active():
         return None
     buffers = [buffer for buffer in tree.buffers if buffer is not None]
     if sum(buffer.numel() for buffer in buffers) < WORTH_COMPILING:
@@ -59,11 +59,16 @@ def _norms(tree: Any, factor: Tensor | None) -> list[tuple[Tensor, Tensor]] | No
     for buffer in buffers:
         if buffer.device.type not in ("cpu", "cuda") or buffer.dim() != 1 or buffer.dtype == torch.float64:
             return None
+        if buffer.requires_grad:
+            return None
+        streams = buffer.view(_STREAMS, -1)
+        if torch.compiler.is_compiling():  # the region takes in the text itself
+            norms.append(_norm_and_finite(streams, torch.ones((), device=buffer.device) if factor is None else factor))
+            continue
         kernel = _kernel(buffer.dtype, buffer.device)
         if kernel is None:
             return None
-        one = _one(buffer.device) if factor is None else factor
-        norms.append(tuple(kernel(buffer.view(_STREAMS, -1), one)))
+        norms.append(tuple(kernel(streams, _one(buffer.device) if factor is None else factor)))
     return norms
 
 
@@ -80,7 +85,7 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
 
 
-def _norm_and_finite(streams: Tensor, factor: Tensor) -> list[Tensor]:
+def _norm_and_finite(streams: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     values = [stream.float() * factor for stream in streams.unbind(0)]
     squares = _sum([value * value for value in values])
     # Huge but finite values overflow the squares, not the tiny squares; inf and NaN reach both. Others are left out
@@ -88,7 +93,7 @@ def _norm_and_finite(streams: Tensor, factor: Tensor) -> list[Tensor]:
     huge = [torch.where(value.abs() < _HUGE, 0.0, value) * _TINY for value in values]
     tiny_squares = _sum([value * value for value in huge])
     norm = torch.where(torch.isfinite(squares), squares.sqrt(), tiny_squares.sqrt() / _TINY)
-    return [norm, torch.isfinite(tiny_squares)]
+    return norm, torch.isfinite(tiny_squares)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

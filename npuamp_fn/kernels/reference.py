@@ -9,6 +9,7 @@ from torch import Tensor
 
 from npuamp_fn.kernels.rounding import round_stochastically
 from npuamp_fn.kernels.rule import HyperValues, Item, Result, Step, compute_dtype
+from npuamp_fn.tracing import materialized
 
 __all__ = ["run"]
 
@@ -22,7 +23,7 @@ def _run_one(step: Step, item: Item) -> Result:
     dtype = compute_dtype(item.weights.dtype)
     grad = item.grad.to(dtype)
     if step.factor is not None:
-        grad = grad * step.factor.to(dtype)
+        grad = grad * materialized(step.factor.to(dtype))
     expand = item.segments.expand
     hyper = {name: expand(v.double()) if isinstance(v, Tensor) else v for name, v in item.hyper.items()}
     slots = {name: slot.to(dtype) for name, slot in item.slots.items()}

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from npuamp_fn.tracing import materialized
+
 __all__ = [
     "HyperValues",
     "Item",
@@ -233,7 +235,7 @@ def present(value: Any) -> bool:
 
 def coefficient(value: Any, like: Tensor) -> Any:
     """Return a number, or a float64 tensor rounded once to the dtype of the elements it will multiply."""
-    return value.to(like.dtype) if isinstance(value, Tensor) else value
+    return materialized(value.to(like.dtype)) if isinstance(value, Tensor) else value
 
 
 def scaled(x: Tensor, factor: Any) -> Tensor:
