@@ -237,6 +237,32 @@ def test_norm_and_finite_test_in_one_read(always_compiled, dtype):
             assert not all_finite(broken)
 
 
+@pytest.mark.parametrize("scale", [1e-11, 1e-8])
+def test_norm_of_gradients_whose_scaled_down_squares_would_be_subnormal(always_compiled, scale):
+    flat = flatten({"a": scale * torch.randn(70_000)})
+    exact = flat.buffers[0].double().norm()
+    assert abs(reduce.global_norm(flat).double() / exact - 1) < 1e-6
+    assert reduce.all_finite(flat)
+    mixed = flat.map(lambda buffer: buffer.index_fill(0, torch.tensor([3, 40_000]), 3e38))
+    assert reduce.all_finite(mixed)
+    finite, norm = reduce.finite_and_norm(mixed, torch.tensor(0.25))
+    assert finite
+    assert abs(norm.double() / (0.75e38 * 2**0.5) - 1) < 1e-5
+
+
+def test_norm_with_more_threads_than_when_it_was_compiled(always_compiled):
+    flat = flatten({"a": torch.randn(500_000)})
+    exact = flat.buffers[0].double().norm()
+    threads = torch.get_num_threads()
+    try:
+        for number in (threads, threads + 5, 1):
+            torch.set_num_threads(number)
+            assert abs(reduce.global_norm(flat).double() / exact - 1) < 1e-6
+            assert not reduce.all_finite(flat.map(lambda b: b.index_fill(0, torch.tensor(499_999), torch.nan)))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_small_or_traced_trees_take_the_general_path():
     flat = flatten({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     assert reduce.global_norm(flat) == 5.0
