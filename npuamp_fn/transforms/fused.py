@@ -25,7 +25,8 @@ def fused_update(optimizer: Any, donate: bool = False, kernel: str = "auto") -> 
             rebound to what it returns. Without it new tensors are made.
         kernel: "reference" (the rule's text, eager), "aten" (torch's fused operators, Adam family), "compiled" (the
             rule's text compiled into one pass over a FlatTree's buffers), or "auto": compiled for buffers of 2**20
-            elements and more, else aten, else reference.
+            elements and more (inside ``torch.compile`` the text itself, which becomes such a pass there), else aten,
+            else reference.
 
     Returns:
         An optimizer; on a FlatTree its update is one call per buffer.
