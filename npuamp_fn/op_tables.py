@@ -19,6 +19,7 @@ RULES = {
     "low": "floating arguments are cast to the low dtype",
     "full": "low-precision arguments are cast to float32",
     "promote": "a mixture of low and float32 arguments is cast to float32",
+    "narrow": "a mixture of low and float32 arguments is cast to the low dtype",
     "match": "in place: the other arguments are cast to the dtype of the tensor written to",
     "refuse": "in place: refused when the tensor written to is low",
     "banned": "refused on low-precision arguments",

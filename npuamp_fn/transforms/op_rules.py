@@ -73,6 +73,11 @@ def _promote(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> 
     return _cast(args, low, torch.float32), _cast(kwargs, low, torch.float32) if kwargs else kwargs
 
 
+def _narrow(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Call:
+    mixed = (_seen(args, low) | _seen(kwargs.values(), low)) & _LOW
+    return _low(name, args, kwargs, low) if mixed else (args, kwargs)
+
+
 def _match(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> Call:
     written = _written_to(args, kwargs)
     if not isinstance(written, Tensor) or written.dtype not in (low, torch.float32):
@@ -116,6 +121,7 @@ APPLY: dict[str, Callable[[str, Any, dict[str, Any], torch.dtype], Call]] = {
     "low": _low,
     "full": _full,
     "promote": _promote,
+    "narrow": _narrow,
     "match": _match,
     "refuse": _refuse,
     "banned": _banned,

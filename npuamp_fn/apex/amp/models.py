@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,8 +84,19 @@ def convert_model(
             model.__dict__["_amp_scope"] = Scope(None, output or wide, wide, low)
         return model
     scope: Any = Scope(dtype, output or torch.float32, dtype) if dtype else Scope(None, output)
+    if dtype in HALVES and _has_wide_buffer(model):
+        scope = replace(scope, low=dtype, mixed=True)
     model.__dict__["_amp_scope"] = scope
     return model
+
+
+def _has_wide_buffer(model: nn.Module) -> bool:
+    return any(
+        buffer is not None and buffer.dtype == torch.float32 and buffer.dim() > 0  # 0-dim tensors widen nothing
+        for module in model.modules()
+        if not isinstance(module, nn.modules.batchnorm._NormBase)
+        for buffer in module._buffers.values()
+    )
 
 
 def _release(model: nn.Module, dtype: Any, keep_masters: bool) -> None:
@@ -104,6 +116,8 @@ def _release(model: nn.Module, dtype: Any, keep_masters: bool) -> None:
 def _cast_buffer(buffer: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if buffer is None or buffer.dtype != torch.float32:
         return buffer
+    # Masks of -1e9 would be inf, positions beyond 2048 would be rounded. What such buffers meet is cast as it needs
+    # (MIXED_OPS).
     low = cast(buffer, dtype)
     finite = torch.isfinite(buffer)
     whole = finite & (buffer == buffer.round())

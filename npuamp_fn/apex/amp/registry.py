@@ -8,12 +8,29 @@ from npuamp_fn import APEX_OPS, OpTable, float_function, half_function, promote_
 from npuamp_fn.op_names import name_of
 
 __all__ = [
+    "MIXED_OPS",
     "forget",
     "operation_table",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
 ]
+
+_BY_WEIGHTS = (
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear prelu "
+    "rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell "
+    "scaled_dot_product_attention multi_head_attention_forward"
+).split()
+MIXED_OPS = OpTable(
+    "mixed",
+    tuple(
+        (key, "narrow" if key in _BY_WEIGHTS else "match" if rule == "match" else "promote")
+        for key, rule in APEX_OPS.rules
+        if rule not in ("refuse", "banned")
+    ),
+)
+"""For half models some of whose tensors are float32: what multiplies by weights stays half, what mixes otherwise is as
+exact as its widest argument, and calls of one dtype are left alone."""
 
 _tables = [APEX_OPS]  # the table in force; edited by registrations
 

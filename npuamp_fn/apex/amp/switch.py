@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from npuamp_fn.apex.amp.distributed import share_masters
 from npuamp_fn.apex.amp.inputs import cast_values
-from npuamp_fn.apex.amp.registry import operation_table
+from npuamp_fn.apex.amp.registry import MIXED_OPS, operation_table
 from npuamp_fn.apex.amp.verbose import cast_report
 from npuamp_fn.apex.masters import attach, master_of, set_data, slot_of, synchronise
 from npuamp_fn.transforms import op_cast
@@ -31,6 +31,7 @@ class Scope:
     output: torch.dtype | None = None
     compute: torch.dtype | None = None  # inputs are cast to it: `wanted`, unless the model was converted since
     low: torch.dtype | None = None  # operations are cast one by one, with this as the low dtype
+    mixed: bool = False  # only operations that mix half and float32 are: a half model has float32 buffers
 
 
 class AmpModule(nn.Module):
@@ -157,14 +158,14 @@ def scoped(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     if scope.low is None:
         args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
         return cast_values(call(*args, **kwargs), scope.output)
-    if op_cast.current() is not None:  # nested: the outermost call's scope rules
+    if op_cast.current() is not None and not scope.mixed:  # nested: the outermost call's scope rules
         return call(*args, **kwargs)
     if scope.compute is not None:
         args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
-    with op_cast.OpCasts(operation_table(), scope.low, report=cast_report()):
+    with op_cast.OpCasts(MIXED_OPS if scope.mixed else operation_table(), scope.low, report=cast_report()):
         output = call(*args, **kwargs)
     # A checkpoint recomputes sub-modules as outermost calls of the backward pass; their outputs were not cast before.
-    return output if op_cast.in_backward() else cast_values(output, scope.output)
+    return output if op_cast.in_backward() and not scope.mixed else cast_values(output, scope.output)
 
 
 _classes: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
@@ -250,7 +251,7 @@ def _rebuild(switched: Callable[[type], type], make: Any, arguments: Any) -> Any
 def _switch_newcomers(root: nn.Module) -> None:
     """Switch modules registered after initialization that hold parameters with masters."""
     scope = root.__dict__.get("_amp_scope")
-    if scope is None or scope.low is not None:
+    if scope is None or (scope.low is not None and not scope.mixed):
         return
     for child in root.modules():
         if not isinstance(child, (AmpModule, torch.jit.ScriptModule)) and any(
