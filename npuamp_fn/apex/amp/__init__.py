@@ -4,13 +4,14 @@ from npuamp_fn import float_function, half_function, promote_function
 from npuamp_fn.apex.amp import lists
 from npuamp_fn.apex.amp._amp_state import _amp_state, master_params
 from npuamp_fn.apex.amp.amp import disable_casts, init
-from npuamp_fn.apex.amp.frontend import initialize, load_state_dict, state_dict
+from npuamp_fn.apex.amp.frontend import initialize
 from npuamp_fn.apex.amp.handle import last_step_skipped, scale_loss
 from npuamp_fn.apex.amp.registry import (
     register_float_function,
     register_half_function,
     register_promote_function,
 )
+from npuamp_fn.apex.amp.scaler_state import load_state_dict, state_dict
 
 __all__ = [
     "_amp_state",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,20 @@ class AmpState:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
+        self._earlier_scalers: list[weakref.ref[Any]] = []  # of earlier calls: they live as long as their optimizers
+
+    def all_scalers(self) -> list[Any]:
+        """Return the loss scalers of the last call, then those of earlier calls that optimizers still use."""
+        return [*getattr(self, "loss_scalers", []), *self._live_earlier()]
+
+    def replace_scalers(self, scalers: list[Any]) -> None:
+        """Make these the loss scalers of the last call."""
+        earlier = [*self._live_earlier(), *getattr(self, "loss_scalers", [])]
+        self._earlier_scalers = [weakref.ref(scaler) for scaler in earlier]
+        self.loss_scalers = scalers
+
+    def _live_earlier(self) -> list[Any]:
+        return [scaler for reference in self._earlier_scalers if (scaler := reference()) is not None]
 
 
 _amp_state = AmpState()

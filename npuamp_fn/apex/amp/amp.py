@@ -161,3 +161,12 @@ def process_wide(
     mode.__enter__()
     _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose, mode=mode)
     return _amp_state.handle
+
+
+def cast_in_models(models: Iterable[nn.Module], loss_scale: float | str, verbose: bool) -> None:
+    """Make ``_amp_state.handle`` the one that ends the casts of these models, and those of the process if there are."""
+    handle = getattr(_amp_state, "handle", None)
+    if handle is None or handle._mode is None:
+        _amp_state.handle = AmpHandle(loss_scale, verbose=verbose, models=models)
+    else:
+        handle._models.update(models)

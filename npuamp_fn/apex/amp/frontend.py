@@ -1,23 +1,24 @@
-"""``amp.initialize`` and the loss scales' state."""
+"""``amp.initialize``."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 
 from npuamp_fn.apex.amp._amp_state import _amp_state, maybe_print
-from npuamp_fn.apex.amp.amp import AmpHandle, process_wide
+from npuamp_fn.apex.amp.amp import cast_in_models, process_wide
 from npuamp_fn.apex.amp.distributed import agree, broadcast_models
 from npuamp_fn.apex.amp.models import check_models, convert_model
 from npuamp_fn.apex.amp.optimizer import adopt, release, unwrap
 from npuamp_fn.apex.amp.properties import BRIEFS, Properties, properties_for
 from npuamp_fn.apex.amp.registry import operation_table
 from npuamp_fn.apex.amp.scaler import LossScaler
+from npuamp_fn.apex.optimizers.fused import FusedOptimizer
 
-__all__ = ["initialize", "load_state_dict", "state_dict"]
+__all__ = ["initialize"]
 
 
 def initialize(
@@ -80,9 +81,16 @@ def initialize(
 
     Raises:
         RuntimeError: unknown level, contradicting options, a model in half precision or wrapped already.
-        TypeError: models or optimizers of another kind.
+        TypeError: models, optimizers or options of another kind.
         ValueError: a number is out of its range.
     """
+    if isinstance(enabled, str):
+        raise TypeError(
+            f"enabled: expected a bool, found {enabled!r}: it is the third argument, before opt_level; write "
+            f"amp.initialize(model, optimizer, opt_level={enabled!r})"
+        )
+    if not isinstance(verbosity, int):
+        raise TypeError(f"verbosity: expected 0, 1 or 2, found {verbosity!r} of type {type(verbosity).__name__}")
     if not enabled:
         _amp_state.opt_properties = Properties()
         _amp_state.verbosity = verbosity
@@ -111,25 +119,27 @@ def initialize(
     optimizer_list = [] if optimizers is None else _listed(optimizers, object, "optimizers", "torch.optim.Optimizer")
     inner = [_checked_optimizer(optimizer) for optimizer in optimizer_list]
     check_models(model_list, properties)
-    scale_options = (dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)
-    scalers = [
-        LossScaler(properties.loss_scale, *scale_options, min_loss_scale, max_loss_scale) for _ in range(num_losses)
-    ]
+    _check_outputs(cast_model_outputs)
+    scale_options = {
+        "dynamic_init_scale": dynamic_init_scale,
+        "scale_growth_factor": scale_growth_factor,
+        "scale_backoff_factor": scale_backoff_factor,
+        "scale_window": scale_window,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+    }
+    scalers = _new_scalers(properties.loss_scale, num_losses, scale_options)
 
     if properties.combine_ddp:
         properties.options["combine_grad"] = True
         agree(model_list, inner)
 
     _amp_state.verbosity = verbosity
-    _announce(opt_level, preset, properties)
+    _announce(opt_level, preset, properties, inner)
     _amp_state.opt_properties = properties
-    _amp_state.dynamic_init_scale = dynamic_init_scale
-    _amp_state.scale_growth_factor = scale_growth_factor
-    _amp_state.scale_backoff_factor = scale_backoff_factor
-    _amp_state.scale_window = scale_window
-    _amp_state.min_loss_scale = min_loss_scale
-    _amp_state.max_loss_scale = max_loss_scale
-    _amp_state.loss_scalers = scalers
+    for name, value in scale_options.items():
+        setattr(_amp_state, name, value)
+    _amp_state.replace_scalers(scalers)
     for optimizer in inner:
         release(optimizer)
     if properties.combine_ddp:
@@ -143,57 +153,10 @@ def initialize(
             low = torch.bfloat16 if half else torch.float16
             process_wide(operation_table(), low, properties.loss_scale, verbose=verbosity >= 2)
         else:
-            _amp_state.handle = AmpHandle(properties.loss_scale, verbose=verbosity >= 2, models=model_list)
+            cast_in_models(model_list, properties.loss_scale, verbose=verbosity >= 2)
     for optimizer in inner:
         adopt(optimizer, properties, scalers)
     return models if optimizers is None else (models, optimizers)
-
-
-def state_dict(destination: Any = None) -> Any:
-    """Return the loss scales as plain data: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
-
-    Args:
-        destination: A dictionary to fill; a new one by default.
-    """
-    destination = OrderedDict() if destination is None else destination
-    for index, scaler in enumerate(_scalers("state_dict")):
-        destination[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-    return destination
-
-
-def load_state_dict(state_dict: Any) -> None:
-    """Restore the loss scales from :func:`state_dict`, each by its key.
-
-    Raises:
-        RuntimeError: an entry is not that of a loss scale; nothing was loaded then.
-    """
-    scalers = _scalers("load_state_dict")
-    numbers = {key: _number(key) for key in state_dict}
-    unexpected = [repr(key) for key, number in numbers.items() if number is None]
-    if unexpected:
-        raise RuntimeError(
-            f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {', '.join(unexpected)}. "
-            "Nothing was loaded."
-        )
-    if len(state_dict) != len(scalers):
-        print(f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used")
-    for key, number in numbers.items():
-        if number is None or number >= len(scalers):
-            print(f"Skipping loss_scaler[{number}], since num_losses was set to {len(scalers)}")
-            continue
-        scalers[number]._loss_scale = state_dict[key]["loss_scale"]
-        scalers[number]._unskipped = state_dict[key]["unskipped"]
-
-
-def _scalers(name: str) -> list[LossScaler]:
-    if not hasattr(_amp_state, "opt_properties"):
-        raise RuntimeError(f"amp.{name}: call amp.initialize first")
-    return getattr(_amp_state, "loss_scalers", []) if _amp_state.opt_properties.enabled else []
-
-
-def _number(key: Any) -> int | None:
-    tail = key.removeprefix("loss_scaler") if isinstance(key, str) and key.startswith("loss_scaler") else ""
-    return int(tail) if tail.isdigit() else None
 
 
 def _listed(value: Any, kind: type, name: str, what: str) -> list[Any]:
@@ -221,7 +184,24 @@ def _checked_optimizer(optimizer: Any) -> Any:
     return inner
 
 
-def _announce(opt_level: str, preset: dict[str, Any], properties: Properties) -> None:
+def _check_outputs(dtype: Any) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"cast_model_outputs: expected a floating-point dtype such as torch.float32, or None, found {dtype!r} of "
+            f"type {type(dtype).__name__}"
+        )
+
+
+def _new_scalers(loss_scale: float | str, number: Any, options: dict[str, Any]) -> list[LossScaler]:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"num_losses: expected an int of at least 1, found {number!r}")
+    for name, value in options.items():
+        if not isinstance(value, Real) and not (name == "min_loss_scale" and value is None):
+            raise TypeError(f"{name}: expected a number, found {value!r} of type {type(value).__name__}")
+    return [LossScaler(loss_scale, *options.values()) for _ in range(number)]
+
+
+def _announce(opt_level: str, preset: dict[str, Any], properties: Properties, optimizers: list[Any]) -> None:
     maybe_print(f"Selected optimization level {BRIEFS[opt_level]}", True)
     maybe_print("Defaults for this optimization level are:", True)
     for name, value in preset.items():
@@ -230,3 +210,12 @@ def _announce(opt_level: str, preset: dict[str, Any], properties: Properties) ->
     maybe_print("After processing overrides, optimization options are:", True)
     for name, value in properties.options.items():
         maybe_print(f"{name:22} : {value}", True)
+    fused = any(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers)
+    if fused:
+        maybe_print("Use npu fused optimizer", True)
+    if properties.check_combined_tensors and not (fused or properties.combine_grad):
+        maybe_print(
+            "check_combined_tensors=True has no effect: nothing is combined without combine_grad=True or an optimizer "
+            "of apex.optimizers (NpuFused...).",
+            True,
+        )

@@ -44,6 +44,8 @@ def scale_loss(
 
     Raises:
         RuntimeError: ``amp.initialize`` was not called, or not with this optimizer.
+        TypeError: the loss is no tensor.
+        ValueError: no optimizer was given.
         IndexError: there is no loss scale of this number.
     """
     listed = [unwrap(o) for o in (optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])]
@@ -57,6 +59,18 @@ def scale_loss(
     if not properties.enabled:
         yield loss
         return
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"scale_loss: expected the loss as a tensor, found {loss!r} of type {type(loss).__name__}; write "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+        )
+    if not ours:
+        raise ValueError(
+            "scale_loss: expected the optimizers whose gradients this backward pass makes, found none: nobody would "
+            "unscale the gradients"
+        )
+    if loss_id >= len(scalers):  # numbers beyond the optimizer's own are those of the latest call, as in apex
+        scalers = _amp_state.loss_scalers
     if not 0 <= loss_id < len(scalers):
         raise IndexError(
             f"scale_loss: loss_id={loss_id}, but there are {len(scalers)} loss scales; pass num_losses to "

@@ -153,8 +153,9 @@ def _loss_scale(p: Properties, value: Any) -> Any:
         return value
     try:
         return float(value)
-    except ValueError:
-        raise ValueError(f"loss_scale: expected a number or 'dynamic', found {value!r}") from None
+    except (TypeError, ValueError) as error:
+        found = f"{value!r} of type {type(value).__name__}"
+        raise type(error)(f"loss_scale: expected a number or 'dynamic', found {found}") from None
 
 
 def _combined(name: str) -> Any:

@@ -87,6 +87,21 @@ def test_patch_torch_functions_false_casts_nothing():
     assert model.seen["linear"] == torch.float32
 
 
+def test_one_handle_ends_the_casts_of_the_process_and_of_models_initialized_later():
+    handle = amp.init()
+    model, _ = initialized(Probe())
+    assert _amp_state.handle is handle
+    _amp_state.handle._deactivate()
+    assert not handle.is_active()
+    assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.float32
+    model(torch.ones(1, 4))
+    assert model.seen["linear"] == torch.float32
+    again, _ = initialized(Probe())
+    assert _amp_state.handle is not handle
+    again(torch.ones(1, 4))
+    assert again.seen["linear"] == torch.float16
+
+
 def test_patch_torch_functions_true_casts_in_the_whole_process_until_deactivated():
     initialized(Probe(), patch_torch_functions=True)
     assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float16
