@@ -105,7 +105,8 @@ def _banned(name: str, args: Any, kwargs: dict[str, Any], low: torch.dtype) -> C
     advice = _ADVICE.get(name, "")
     raise NotImplementedError(
         f"{key}: refused on arguments of dtype {low}.{advice} To compute it in float32 all the same, allow it in the "
-        f"table: cast_ops(table.full({key!r}), {low}); or call it on `x.float()`, or inside full_precision"
+        f"table: cast_ops(table.full({key!r}), {low}); or call it on `x.float()`, or inside full_precision. Scripts of "
+        f"apex.amp write amp.register_float_function(torch.nn.functional, {name!r}), or amp.init(allow_banned=True)"
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from npuamp_fn.apex.amp._amp_state import maybe_print
 from npuamp_fn.apex.storage import Bucket
 
-__all__ = ["CombinedTensors"]
+__all__ = ["CombinedTensors", "flat_grads"]
 
 
 class CombinedTensors:
@@ -23,6 +23,31 @@ class CombinedTensors:
     """
 
     _amp_stash: Any
+
+    @property
+    def accelerate(self) -> bool:
+        """Whether gradients are combined: the vendor's name for ``combine_grad``."""
+        return bool(self._amp_stash.properties.combine_grad)
+
+    @property
+    def combine_ddp(self) -> bool:
+        """Whether gradients are averaged over the processes."""
+        return bool(self._amp_stash.properties.combine_ddp)
+
+    @property
+    def init_combine_ddp(self) -> bool:
+        """Whether that is set up: from the beginning."""
+        return self.combine_ddp
+
+    @property
+    def ddp_replica_count(self) -> int:
+        """The option of that name."""
+        return self._amp_stash.properties.ddp_replica_count
+
+    @property
+    def check_combined_tensors(self) -> bool:
+        """The option of that name; flat buffers are always checked."""
+        return bool(self._amp_stash.properties.check_combined_tensors)
 
     def get_optimizer_combined_params(self) -> list[Tensor | None]:
         """Return the flat parameters that the optimizer updates."""
@@ -40,13 +65,13 @@ class CombinedTensors:
         """Return the flat gradients that the optimizer reads: unscaled, float32."""
         if not self._combined_grads():
             return []
-        return self._by_class(_flat_grads, _flat_grads)
+        return self._by_class(flat_grads, flat_grads)
 
     def get_model_combined_grads(self) -> list[Tensor | None]:
         """Return the flat gradients of the model; half ones are scaled still."""
         if not self._combined_grads():
             return []
-        return self._by_class(lambda bucket: bucket.low_grads, _flat_grads)
+        return self._by_class(lambda bucket: bucket.low_grads, flat_grads)
 
     def get_optimizer_combined_grad_masks(self) -> list[Tensor | None]:
         """Return tensors like the flat gradients, 1 at elements and 0 at padding."""
@@ -119,7 +144,8 @@ class CombinedTensors:
         return [*(masters or [None]), *(others or [None])] if self._amp_stash.master_weights else others or [None]
 
 
-def _flat_grads(bucket: Bucket) -> Tensor | None:
+def flat_grads(bucket: Bucket) -> Tensor | None:
+    """Return the flat gradients of a bucket; ``None`` if none of its weights has one."""
     if all(weight.grad is None for weight in bucket.weights):
         return None
     return bucket.settled_grads()

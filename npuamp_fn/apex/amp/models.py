@@ -22,7 +22,7 @@ def check_models(models: Sequence[nn.Module], properties: Properties) -> None:
     """Refuse models that cannot be initialized, before anything is changed.
 
     Raises:
-        RuntimeError: a model is wrapped already, or holds half-precision parameters.
+        RuntimeError: a model is wrapped or sharded already, or holds half-precision parameters.
         TypeError: a parameter is lazy or complex where it would have to be cast.
     """
     for model in models:
@@ -30,6 +30,15 @@ def check_models(models: Sequence[nn.Module], properties: Properties) -> None:
             raise RuntimeError(
                 f"Incoming model is an instance of {type(model).__name__}. Wrap models AFTER amp.initialize: "
                 "model, optimizer = amp.initialize(model, optimizer, ...), then model = DistributedDataParallel(model)."
+            )
+        sharded = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
+        if sharded and properties.opt_level != "O0":
+            raise RuntimeError(
+                f"amp.initialize: `{sharded[0]}` is a DTensor: the model is sharded already (fully_shard, "
+                "parallelize_module), and its masters and flat buffers would cut across the shards. torch shards in "
+                "mixed precision itself: fully_shard(module, mp_policy=MixedPrecisionPolicy("
+                "param_dtype=torch.bfloat16)), without amp. Or keep whole parameters on every rank: amp.initialize("
+                "..., combine_ddp=True)."
             )
         scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
         if "" in scripted or (scripted and properties.cast_model_type in HALVES and properties.opt_level != "O1"):

@@ -80,13 +80,14 @@ class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  (the optimizer's own step runs the step hooks)
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  (it sets _opt_called itself)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model's parameters and of their masters."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients of the model's parameters and of their masters; takes what the optimizer's own takes."""
         stash = self._amp_stash
+        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         for bucket in _live_buckets(self):
             if bucket.waiting is not None:
                 bucket.clear_grads()
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
         clear_low_grads(self, set_to_none)
         stash.scaled_by, stash.kept = None, []
         if set_to_none:
@@ -215,6 +216,7 @@ def amp_optimizer_class(cls: type) -> type:
     if made is None:
         body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         body["_amp_original"] = cls
+        body["is_npu_fused_optimizer"] = getattr(cls, "is_npu_fused_optimizer", False)
         metaclass: Any = type(cls)
         made = metaclass(cls.__name__, (AmpOptimizer, cls), body)
         _classes[cls] = weakref.ref(made)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn.apex.masters import MasterParameter, as_master, low_of
+from npuamp_fn.apex.amp.combined import flat_grads
+from npuamp_fn.apex.masters import MasterParameter, as_master, grad_of, low_of
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer
 from npuamp_fn.apex.storage import Bucket, Storage
 from npuamp_fn.tree import HALVES
@@ -17,10 +18,35 @@ from npuamp_fn.tree import HALVES
 __all__ = ["Stash"]
 
 
+def _combined(read: Any, of_masters: bool, doc: str) -> Any:
+    """Return a property: the flat buffer of masters, or of other parameters; ``None`` where nothing is combined."""
+
+    def get(stash: Stash) -> Tensor | None:
+        if stash.already_combined:
+            for bucket in stash.buckets():
+                if (bucket.low is not None) is of_masters:
+                    return read(bucket)
+        return None
+
+    return property(get, doc=doc)
+
+
+def _flat(bucket: Bucket) -> Tensor:
+    return bucket.flat.buffers[0]  # type: ignore[return-value]
+
+
 class Stash:
     """What amp keeps for one optimizer; the public names are those scripts read from ``optimizer._amp_stash``."""
 
     lazy_init_called = True
+    main_fp16_param_combine = None  # half parameters are no part of what the optimizer updates
+    main_fp16_grad_combine = _combined(lambda bucket: bucket.low_grads, True, "The flat half gradients, scaled.")
+    main_fp32_from_fp16_grad_combine = _combined(flat_grads, True, "The flat gradients of masters.")
+    main_fp32_from_fp32_grad_combine = _combined(flat_grads, False, "The flat gradients of other parameters.")
+    main_fp32_grad_combine = main_fp32_from_fp32_grad_combine
+    main_fp32_from_fp16_param_combine = _combined(_flat, True, "The flat masters.")
+    main_fp32_from_fp32_param_combine = _combined(_flat, False, "The flat parameters that are no masters.")
+    main_fp32_param_combine = main_fp32_from_fp32_param_combine
 
     def __init__(self, optimizer: torch.optim.Optimizer, properties: Any, scalers: list[Any]) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -42,6 +68,17 @@ class Stash:
     def already_patched(self) -> bool:
         """Whether the next step will be skipped."""
         return self.skip is not None
+
+    @property
+    def already_combined(self) -> bool:
+        """Whether gradients lie in flat buffers."""
+        return bool(self.properties.combine_grad) or isinstance(self._optimizer(), FusedOptimizer)
+
+    @property
+    def process_zero_grad(self) -> bool:
+        """Whether no gradient waits for the next step."""
+        waiting = any(bucket.has_grads() for bucket in self.buckets())
+        return not waiting and all(grad_of(weight) is None for _, weights in self.groups() for weight in weights)
 
     @property
     def master_weights(self) -> bool:

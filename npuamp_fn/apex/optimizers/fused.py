@@ -190,12 +190,15 @@ def load_keeping_groups(optimizer: torch.optim.Optimizer, load: Callable[[Any], 
     """Load a state dict so that group dictionaries keep their identity and states their precision."""
     groups, holder = list(optimizer.param_groups), optimizer.param_groups
     load(state_dict)
-    for group, new in zip(groups, optimizer.param_groups, strict=True):
+    new_groups, new_holder = list(optimizer.param_groups), optimizer.param_groups
+    for group, new in zip(groups, new_groups, strict=True):
         if group is not new:
             group.clear()
             group.update(new)
-    holder[:] = groups
+    holder[:] = new_holder[:] = groups  # a wrapped optimizer may hold either list
     optimizer.param_groups = holder
+    if not {"state", "param_groups"} <= set(state_dict):
+        return  # a layout of its own, whose states it loaded itself
     saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     weights = [weight for group in groups for weight in group["params"]]
     for saved_id, weight in zip(saved_ids, weights, strict=True):

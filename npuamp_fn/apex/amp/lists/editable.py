@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
 
 from npuamp_fn import APEX_OPS
 from npuamp_fn.apex.amp import registry
@@ -12,21 +12,32 @@ __all__ = ["OperationList", "names_of"]
 
 
 class OperationList(list[str]):
-    """Names of functions of one namespace that run by one rule; adding and removing names edits the O1 table."""
+    """Names of functions of one namespace that run by one rule; every edit of the names edits the O1 table.
 
-    def __init__(self, module: Any, names: Iterable[str], register: Callable[[Any, str], None]) -> None:
-        super().__init__(names)
-        self._module, self._register = module, register
+    Args:
+        module: The namespace.
+        rule: ``"low"``, ``"full"`` or ``"promote"``; the list begins with what the built-in table gives this rule.
+
+    >>> from npuamp_fn.apex.amp.lists.editable import OperationList
+    >>> OperationList(torch.Tensor, "low")[:3]
+    ['addbmm', 'addmm', 'addmv']
+    """
+
+    def __init__(self, module: Any, rule: str) -> None:
+        super().__init__(names_of(module, rule))
+        self._module, self._rule = module, rule
 
     def append(self, name: str) -> None:
         """Give a function this rule."""
-        self._register(self._module, name)
-        super().append(name)
+        self.extend([name])
+
+    def insert(self, index: SupportsIndex, name: str) -> None:
+        """Give a function this rule."""
+        self[index:index] = [name]  # type: ignore[misc]
 
     def extend(self, names: Iterable[str]) -> None:
         """Give functions this rule."""
-        for name in names:
-            self.append(name)
+        self[len(self) :] = list(names)
 
     def __iadd__(self, names: Iterable[str]) -> OperationList:  # type: ignore[override, misc]
         self.extend(names)
@@ -34,8 +45,32 @@ class OperationList(list[str]):
 
     def remove(self, name: str) -> None:
         """Leave a function alone."""
-        super().remove(name)
-        registry.forget(self._module, name)
+        del self[self.index(name)]
+
+    def pop(self, index: SupportsIndex = -1) -> str:
+        """Leave a function alone, and return its name."""
+        name = self[index]
+        del self[index]
+        return name
+
+    def clear(self) -> None:
+        """Leave all of them alone."""
+        del self[:]
+
+    def __delitem__(self, index: Any) -> None:
+        rest = list(self)
+        del rest[index]
+        self._become(rest, [])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        new = list(self)
+        value = list(value) if isinstance(index, slice) else value
+        new[index] = value
+        self._become(new, value if isinstance(index, slice) else [value])
+
+    def _become(self, names: list[str], added: Iterable[str]) -> None:
+        registry.follow(self._module, self._rule, added, set(self).difference(names))
+        super().__setitem__(slice(None), names)
 
 
 def names_of(module: Any, rule: str) -> list[str]:

@@ -2,13 +2,12 @@
 
 import torch
 
-from npuamp_fn.apex.amp import registry
-from npuamp_fn.apex.amp.lists.editable import OperationList, names_of
+from npuamp_fn.apex.amp.lists.editable import OperationList
 
 __all__ = ["MODULE", "FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS"]
 
 MODULE = torch
-FP16_FUNCS = OperationList(MODULE, names_of(MODULE, "low"), registry.register_half_function)
-FP32_FUNCS = OperationList(MODULE, names_of(MODULE, "full"), registry.register_float_function)
-CASTS = OperationList(MODULE, names_of(MODULE, "promote"), registry.register_promote_function)
+FP16_FUNCS = OperationList(MODULE, "low")
+FP32_FUNCS = OperationList(MODULE, "full")
+CASTS = OperationList(MODULE, "promote")
 SEQUENCE_CASTS = ["cat", "stack"]
