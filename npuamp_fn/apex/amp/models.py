@@ -94,6 +94,8 @@ def convert_model(
         return model
     scope: Any = Scope(dtype, output or torch.float32, dtype) if dtype else Scope(None, output)
     if dtype in HALVES and _has_wide_buffer(model):
+        for module in model.modules():  # each by itself, because checkpoints recompute them by themselves
+            module.__dict__["_amp_scope"] = Scope(low=dtype, mixed=True)
         scope = replace(scope, low=dtype, mixed=True)
     model.__dict__["_amp_scope"] = scope
     return model

@@ -158,14 +158,14 @@ def scoped(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     if scope.low is None:
         args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
         return cast_values(call(*args, **kwargs), scope.output)
-    if op_cast.current() is not None and not scope.mixed:  # nested: the outermost call's scope rules
+    if op_cast.current() is not None and scope.wanted is None:  # nested: the outermost call's scope rules
         return call(*args, **kwargs)
     if scope.compute is not None:
         args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
     with op_cast.OpCasts(MIXED_OPS if scope.mixed else operation_table(), scope.low, report=cast_report()):
         output = call(*args, **kwargs)
     # A checkpoint recomputes sub-modules as outermost calls of the backward pass; their outputs were not cast before.
-    return output if op_cast.in_backward() and not scope.mixed else cast_values(output, scope.output)
+    return output if op_cast.in_backward() and scope.wanted is None else cast_values(output, scope.output)
 
 
 _classes: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()

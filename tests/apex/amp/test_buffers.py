@@ -131,3 +131,28 @@ def test_such_a_model_runs_compiled_checkpointed_and_where_casts_are_disabled():
     with amp.scale_loss(model(x).sum() * 2, optimizer) as scaled:
         scaled.backward()
     torch.testing.assert_close(grads, [p.grad for p in amp.master_params(optimizer)], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_sub_modules_are_recomputed_and_called_by_themselves_as_inside(reentrant):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.register_buffer("positions", torch.arange(4096.0))
+            self.block, self.checkpointed = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), True
+
+        def forward(self, x):
+            x = x + self.positions[:4]
+            return checkpoint(self.block, x, use_reentrant=reentrant) if self.checkpointed else self.block(x)
+
+    x = torch.ones(2, 4, requires_grad=True)
+    model, optimizer = initialized(Net(), "O2")
+    grads = []
+    for model.checkpointed in (False, True):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).square().sum(), optimizer) as scaled:
+            scaled.backward()
+        grads.append([p.grad for p in amp.master_params(optimizer)])
+    assert all(a.any() and torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert model.block(torch.ones(2, 4)).dtype == torch.float16
