@@ -196,6 +196,31 @@ def test_the_stash_shows_the_flat_buffers_of_masters_and_of_batch_norm():
     assert stash.process_zero_grad
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [optimizers.NpuFusedSGD, torch.optim.SGD])
+def test_the_stash_says_whether_gradients_wait_for_the_step(level, make):
+    model = nn.Linear(2, 1)
+    model, optimizer = amp.initialize(model, make(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
+    assert optimizer._amp_stash.process_zero_grad
+    backward(model, optimizer)
+    assert not optimizer._amp_stash.process_zero_grad
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer._amp_stash.process_zero_grad
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_zero_grad_inside_scale_loss_drops_the_gradients_of_earlier_passes(level):
+    model, optimizer = initialized(lambda p: torch.optim.SGD(p, lr=0.1), level, loss_scale=8.0)
+    weight = next(iter(amp.master_params(optimizer)))
+    backward(model, optimizer)
+    with amp.scale_loss(model[0].weight.float().sum(), optimizer) as scaled:
+        optimizer.zero_grad()
+        scaled.backward()
+    assert weight.grad.tolist() == torch.ones(3, 2).tolist()
+
+
 def test_the_stash_has_no_flat_buffers_where_nothing_is_combined():
     model, optimizer = initialized(lambda p: torch.optim.SGD(p, lr=0.1), "O2")
     backward(model, optimizer)
