@@ -24,10 +24,13 @@ _BY_WEIGHTS = (
 ).split()
 MIXED_OPS = OpTable(
     "mixed",
-    tuple(
-        (key, "narrow" if key in _BY_WEIGHTS else "match" if rule == "match" else "promote")
-        for key, rule in APEX_OPS.rules
-        if rule not in ("refuse", "banned")
+    (
+        *(
+            (key, "narrow" if key in _BY_WEIGHTS else "match" if rule == "match" else "promote")
+            for key, rule in APEX_OPS.rules
+            if rule not in ("refuse", "banned")
+        ),
+        ("instance_norm", "promote"),
     ),
 )
 """For half models some of whose tensors are float32: what multiplies by weights stays half, what mixes otherwise is as

@@ -156,3 +156,26 @@ def test_sub_modules_are_recomputed_and_called_by_themselves_as_inside(reentrant
         grads.append([p.grad for p in amp.master_params(optimizer)])
     assert all(a.any() and torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert model.block(torch.ones(2, 4)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_normalization_layers_take_what_such_a_buffer_widened(level, tracked):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("positions", torch.arange(4096.0))
+            self.instance = nn.InstanceNorm1d(3, affine=True, track_running_stats=tracked)
+            self.group, self.batch = nn.GroupNorm(1, 3), nn.BatchNorm1d(3, affine=level == "O2")
+
+        def forward(self, x):
+            return self.batch(self.group(self.instance(x + self.positions[:5])))
+
+    x, plain = torch.randn(4, 3, 5), Net()
+    expected = plain(x)
+    model, _ = initialized(Net(), level)
+    torch.testing.assert_close(model(x), expected, rtol=1e-2, atol=1e-2)
+    for name, value in plain.named_buffers():
+        mine = model.get_buffer(name)
+        assert mine.dtype == value.dtype
+        torch.testing.assert_close(mine, value, rtol=1e-2, atol=1e-2)
