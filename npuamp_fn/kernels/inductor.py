@@ -7,7 +7,6 @@ must therefore say everything that the compiled code depends on.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from npuamp_fn.kernels import realize
+from npuamp_fn.kernels.stages import cut
+
 __all__ = ["WORTH_COMPILING", "compile_once", "unavailable"]
 
 WORTH_COMPILING = 2**20
 """Elements from which compiling pays: the first kernel of a process costs seconds, a small call microseconds."""
-
-_library = torch.library.Library("npuamp_fn", "FRAGMENT")
-_library.define("realize(Tensor x) -> Tensor")
-_library.impl("realize", torch.clone, "CompositeExplicitAutograd")
-_library.impl("realize", torch.empty_like, "Meta")
 
 _OPTIONS = {
     # Inductor would keep full-size intermediate results of rules with norms: recomputing them is cheaper than memory.
@@ -32,6 +29,7 @@ _OPTIONS = {
     "realize_opcount_threshold": 1000,
     # Without guards nothing else notices another number of threads: loops ask for it when they run.
     "cpp.dynamic_threads": True,
+    "cpp.threads": 2,  # with one thread, or by the sizes of the example, some loops over rows would not be parallel
 }
 _failure: list[str] = []  # why this process cannot compile, once that is known
 
@@ -75,11 +73,7 @@ def compile_once(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _register_lowering()
-            _materialize_scalars(module)
-            return torch._inductor.standalone_compile(
-                module, list(example), dynamic_shapes="from_graph", options={"config_patches": _OPTIONS}
-            )
+            return _compile(module, example)
     except Exception as error:  # whatever the compiler raises, the update itself was not touched
         _failure.append(_first_line(getattr(error, "inner_exception", error)))
         warnings.warn(
@@ -91,54 +85,23 @@ def compile_once(
         return None
 
 
+def _compile(module: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+    stages = cut(module)
+    if stages is None:
+        return _compile_graph(module, example)
+    first = _compile_graph(stages[0], example)
+    second = _compile_graph(stages[1], [*example, *first(*example)])
+    return lambda *tensors: second(*tensors, *first(*tensors))
+
+
+def _compile_graph(module: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+    realize.register_lowering()
+    realize.materialize_scalars(module)
+    return torch._inductor.standalone_compile(
+        module, list(example), dynamic_shapes="from_graph", options={"config_patches": _OPTIONS}
+    )
+
+
 def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-@functools.cache
-def _register_lowering() -> None:
-    import torch._inductor
-    from torch._inductor.lowering import register_lowering
-
-    @register_lowering(torch.ops.npuamp_fn.realize.default, type_promotion_kind=None)
-    def _(x: Any) -> Any:
-        x.realize()
-        return x
-
-
-def _materialize_scalars(module: fx.GraphModule) -> None:
-    """Compute per-step and per-tensor values once, not once per element.
-
-    Inductor inlines arithmetic on 0-dim tensors into the loop over elements, where the compiler cannot hoist it: the
-    bias corrections of Adam would call pow twice per vector. A barrier goes wherever a small value meets elements.
-    """
-    graph = module.graph
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor) or not _is_small(value):
-            continue
-        users = [user for user in node.users if _is_elements(user.meta.get("val"))]
-        if not users or (node.op == "placeholder" and value.dtype != torch.float64):
-            continue
-        with graph.inserting_after(node):
-            source, meta = node, dict(node.meta)
-            if node.op == "placeholder":
-                elements = users[0].meta["val"]
-                source = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": elements.dtype})
-                source.meta = meta = {"val": value.to(elements.dtype)}
-        with graph.inserting_after(source):
-            barrier = graph.call_function(torch.ops.npuamp_fn.realize.default, (source,))
-            barrier.meta = meta
-        for user in users:
-            user.replace_input_with(node, barrier)
-    graph.lint()
-    module.recompile()
-
-
-def _is_small(value: Tensor) -> bool:
-    return value.dim() == 0 or (value.dim() == 2 and value.shape[1] == 1)
-
-
-def _is_elements(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] != 1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, coefficient, lerp, present, scaled, shifted
+from npuamp_fn.kernels.rule import Rule, Slot, add_scaled, addcmul, lerp, present, scaled, shifted
 from npuamp_fn.optim.base import Hyper, Optimizer, Schedule
 from npuamp_fn.optim.checks import check_fraction, check_not_negative
 
@@ -24,12 +24,12 @@ def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor
         mean = scaled(slots["exp_avg"], hyper.beta1) + grad
     square = addcmul(scaled(slots["exp_avg_sq"], hyper.beta2), grad, grad, 1 - hyper.beta2)
     new = {"exp_avg": mean, "exp_avg_sq": square}
-    root = square.sqrt()
-    if hyper.bias_correction:
+    eps = hyper.eps
+    if hyper.bias_correction:  # both corrections in scalars: one division per element, not three
         steps = count.double()
-        root = root / coefficient((1 - hyper.beta2**steps).sqrt(), param)
-        mean = mean / coefficient(1 - hyper.beta1**steps, param)
-    step = mean / shifted(root, hyper.eps)
+        root_correction = (1 - hyper.beta2**steps).sqrt()
+        mean, eps = scaled(mean, root_correction / (1 - hyper.beta1**steps)), eps * root_correction
+    step = mean / shifted(square.sqrt(), eps)
     if decays and hyper.decoupled_decay:
         step = add_scaled(step, param, hyper.weight_decay)
     scales = hyper.trust_ratio and (decays or hyper.nvlamb)
