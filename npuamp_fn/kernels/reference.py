@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -35,14 +33,16 @@ def _run_one(step: Step, item: Item) -> Result:
         new = torch.where(item.real, new, 0.0)
         new_slots = {n: s if n in per_tensor else torch.where(item.real, s, 0.0) for n, s in new_slots.items()}
 
-    def keep(value: Tensor, old: Tensor, spread: Callable[[Tensor], Tensor] = expand) -> Tensor:
+    flags = None if item.finite is None else expand(item.finite)
+
+    def keep(value: Tensor, old: Tensor, where: Tensor | None = flags) -> Tensor:
         value = value.to(old.dtype)
-        if item.finite is not None:
-            value = torch.where(spread(item.finite), value, old)
+        if where is not None:
+            value = torch.where(where, value, old)
         return old.copy_(value) if step.donate else value
 
     kept_slots = {  # in the order of the item's, whatever the rule's
-        name: keep(new_slots[name], old, (lambda flag: flag) if name in per_tensor else expand)
+        name: keep(new_slots[name], old, item.finite if name in per_tensor else flags)
         for name, old in item.slots.items()
     }
     if item.master is None:
