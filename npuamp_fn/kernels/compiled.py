@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +17,24 @@ from npuamp_fn.tracing import under_transform
 
 __all__ = ["refusal", "run"]
 
+_KEPT = 2**22  # elements of a whole leaf up to which the step is kept between its sums and its use, not recomputed
+
 
 def refusal(rule: Rule, items: list[Item]) -> str | None:
     """Say why this kernel cannot run an update, or return ``None`` if it can."""
     if under_transform():
         return "under a transform or inside a compiled region the rule's own text is traced"
+    per_tensor = {slot.name for slot in rule.slots if slot.per == "tensor"}
     for item in items:
         if not rule.whole_leaves and not isinstance(item.segments, RowSegments):
             return "the parameters are separate tensors; flatten(params) would make it one pass"
-        if rule.whole_leaves and not all(x.is_contiguous() for x in (item.weights, item.param, *item.slots.values())):
-            return f"`{item.path}` is not contiguous, and {rule.name} runs on whole tensors"
+        if rule.whole_leaves:
+            for name, x in (("", item.param), ("master", item.weights), *item.slots.items()):
+                if not x.is_contiguous():
+                    return f"`{item.path}` is not contiguous, and {rule.name} runs on whole tensors"
+                if x.shape != item.param.shape and name not in per_tensor:
+                    shapes = f"{tuple(item.param.shape)} but its {name} {tuple(x.shape)}"
+                    return f"`{item.path}` has shape {shapes}"
         if item.param.device.type not in ("cpu", "cuda"):
             return f"`{item.path}` is on {item.param.device.type}, and compiled kernels serve CPU and CUDA"
     return unavailable()
@@ -39,22 +46,41 @@ def run(step: Step, items: list[Item]) -> list[Result] | None:
     Returns:
         The results, or ``None`` if the kernel could not be compiled; then nothing was touched.
     """
+    shared: dict[Any, _Numbers] = {}  # hundreds of leaves with the same hyper-parameters must not pay for them each
     calls = []
     for item in items:
-        signature = _Signature.of(step, item)
+        key = (id(item.hyper), item.param.device)
+        numbers = shared.get(key)
+        if numbers is None:
+            numbers = shared[key] = _Numbers.of(item.hyper, key[1])
+        signature = _Signature.of(step, item, numbers.kinds)
         kernel = _kernel(signature)
         if kernel is None:
             return None
-        calls.append((kernel, signature))
-    return [_call(kernel, signature, step, item) for (kernel, signature), item in zip(calls, items, strict=True)]
+        calls.append((kernel, signature, numbers.tensors))
+    return [
+        _call(kernel, signature, numbers, step, item)
+        for (kernel, signature, numbers), item in zip(calls, items, strict=True)
+    ]
 
 
-@dataclass(frozen=True)
-class _Signature:
+class _Numbers(NamedTuple):
+    """Hyper-parameters as compiled code takes them."""
+
+    kinds: tuple[tuple[str, Any], ...]  # name -> "tensor", "vector", or a static value
+    tensors: list[Tensor]  # those that are not static, float64
+
+    @classmethod
+    def of(cls, hyper: dict[str, Any], device: torch.device) -> _Numbers:
+        kinds = tuple((name, _kind(value)) for name, value in hyper.items())
+        return cls(kinds, [_tensor(hyper[name], device) for name, kind in kinds if kind in ("tensor", "vector")])
+
+
+class _Signature(NamedTuple):
     """Everything that compiled code depends on; sizes, and numbers other than 0, are arguments."""
 
     rule: Rule
-    hyper: tuple[tuple[str, Any], ...]  # name -> "tensor", "vector", or a static value
+    hyper: tuple[tuple[str, Any], ...]  # as in _Numbers
     slots: tuple[tuple[str, torch.dtype], ...]
     grad: torch.dtype
     param: torch.dtype
@@ -62,27 +88,31 @@ class _Signature:
     has_factor: bool
     has_real: bool
     finite: int | None  # dimensions
-    count: int
+    counts: int  # dimensions
     donate: bool
     device: torch.device
     leaf: int | None  # dimensions of a whole leaf (1, or 2: its first and the others); None: rows of a buffer
+    keep: bool
 
     @classmethod
-    def of(cls, step: Step, item: Item) -> _Signature:
+    def of(cls, step: Step, item: Item, hyper: tuple[tuple[str, Any], ...]) -> _Signature:
+        param = item.param
+        leaf = None if isinstance(item.segments, RowSegments) else min(max(param.dim(), 1), 2)
         return cls(
             rule=step.rule,
-            hyper=tuple((name, _kind(value)) for name, value in item.hyper.items()),
-            slots=tuple((name, slot.dtype) for name, slot in item.slots.items()),
+            hyper=hyper,
+            slots=tuple([(name, slot.dtype) for name, slot in item.slots.items()]),
             grad=item.grad.dtype,
-            param=item.param.dtype,
+            param=param.dtype,
             has_master=item.master is not None,
             has_factor=step.factor is not None,
             has_real=item.real is not None,
             finite=None if item.finite is None else item.finite.dim(),
-            count=item.count.dim(),
+            counts=item.count.dim(),
             donate=step.donate,
-            device=item.param.device,
-            leaf=None if isinstance(item.segments, RowSegments) else min(max(item.param.dim(), 1), 2),
+            device=param.device,
+            leaf=leaf,
+            keep=leaf is not None and param.numel() <= _KEPT,
         )
 
     @property
@@ -90,19 +120,22 @@ class _Signature:
         """The slots with one value per tensor."""
         return {slot.name for slot in self.rule.slots if slot.per == "tensor"}
 
-    def flatten(self, factor: Tensor | None, item: Item, rows: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return the tensors of an item as the kernel's arguments."""
-        slots = [slot if name in self.per_tensor else self._shaped(slot) for name, slot in item.slots.items()]
-        tensors = [self._shaped(item.grad), self._shaped(item.param), *slots, item.count, *rows]
-        tensors += [] if item.master is None else [self._shaped(item.master)]
+    def flatten(
+        self, factor: Tensor | None, item: Item, rows: tuple[Tensor, ...], numbers: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return the tensors of an item, and the numbers of its hyper-parameters, as the kernel's arguments."""
+        shaped, per_tensor = self._shaped, self.per_tensor
+        slots = [slot if name in per_tensor else shaped(slot) for name, slot in item.slots.items()]
+        tensors = [shaped(item.grad), shaped(item.param), *slots, item.count, *rows]
+        tensors += [] if item.master is None else [shaped(item.master)]
         tensors += [x for x in (factor, item.real, item.finite) if x is not None]
-        numbers = [_tensor(item.hyper[name], self.device) for name, kind in self.hyper if kind in ("tensor", "vector")]
-        return tensors + numbers
+        return [*tensors, *numbers]
 
     def _shaped(self, x: Tensor) -> Tensor:
-        if self.leaf is None or x.dim() == self.leaf:
+        if self.leaf is None:
             return x
-        return x.reshape(-1) if self.leaf == 1 else x.flatten(1)
+        x = x.contiguous()  # what is written to is contiguous, or it would have been refused; gradients need not be
+        return x if x.dim() == self.leaf else x.reshape(-1) if self.leaf == 1 else x.flatten(1)
 
     def unflatten(self, tensors: Iterator[Tensor]) -> tuple[Tensor | None, Item]:
         """Return the factor and the item that these arguments stand for."""
@@ -144,12 +177,18 @@ class _TracedSegments:
 
 @functools.cache
 def _kernel(signature: _Signature) -> Callable[..., Any] | None:
-    return compile_once(f"the rule {signature.rule.name}", functools.partial(_update, signature), _example(signature))
+    what, update = f"the rule {signature.rule.name}", functools.partial(_update, signature)
+    return compile_once(what, update, _example(signature), keep=signature.keep, checked=bool(signature.leaf))
 
 
 def _update(signature: _Signature, *tensors: Tensor) -> list[Tensor]:
     """Run the reference kernel's steps on traced tensors."""
     factor, item = signature.unflatten(iter(tensors))
+    if signature.leaf == 2:
+        # One factor per row: otherwise Inductor's loops over elements would not be loops over rows, and not be fused
+        # with those of the sums per row.
+        ones = torch.ones(item.param.shape[0], 1, device=item.param.device)
+        factor = ones if factor is None else ones * factor
     (result,) = reference.run(Step(signature.rule, factor, signature.donate), [item])
     if signature.donate:
         return [item.count + 0]  # a graph needs an output
@@ -178,22 +217,25 @@ def _example(signature: _Signature) -> list[Tensor]:
             for name, dtype in signature.slots
         },
         master=elements(torch.float32) if signature.has_master else None,
-        count=value(bool(signature.count), torch.int32),
+        count=value(bool(signature.counts), torch.int32),
         hyper={n: value(k == "vector", torch.float64) if k in ("tensor", "vector") else k for n, k in signature.hyper},
         finite=None if signature.finite is None else value(bool(signature.finite), torch.bool),
         segments=LeafSegments() if signature.leaf else RowSegments([2, 2, 1], device),
         real=elements(torch.bool) if signature.has_real else None,
     )
     factor = value(False, torch.float32) if signature.has_factor else None
-    return signature.flatten(factor, item, () if signature.leaf else _row_tensors((2, 2, 1), device))
+    rows_of = () if signature.leaf else _row_tensors((2, 2, 1), device)
+    return signature.flatten(factor, item, rows_of, _Numbers.of(item.hyper, device).tensors)
 
 
-def _call(kernel: Callable[..., Any], signature: _Signature, step: Step, item: Item) -> Result:
+def _call(
+    kernel: Callable[..., Any], signature: _Signature, numbers: Sequence[Tensor], step: Step, item: Item
+) -> Result:
     if signature.leaf and item.param.numel() == 0:
         return Result(item.param, item.slots, item.master)
     segments = item.segments
     rows = _row_tensors(segments.rows_per_tensor, item.param.device) if isinstance(segments, RowSegments) else ()
-    outputs = kernel(*signature.flatten(step.factor, item, rows))
+    outputs = kernel(*signature.flatten(step.factor, item, rows, numbers))
     if step.donate:
         return Result(item.param, item.slots, item.master)
     param, *others = outputs

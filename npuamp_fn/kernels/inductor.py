@@ -7,6 +7,9 @@ must therefore say everything that the compiled code depends on.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,13 +26,19 @@ WORTH_COMPILING = 2**20
 """Elements from which compiling pays: the first kernel of a process costs seconds, a small call microseconds."""
 
 _OPTIONS = {
+    # Inductor would decide by the sizes of the example, and by the number of threads while it compiles, which loops run
+    # in parallel: one thread then, or many threads and a small example, would mean serial code for good. This way every
+    # loop is parallel, on as many threads as torch.set_num_threads says when it is called.
+    "cpp.dynamic_threads": True,
+    "cpp.threads": 2,
+    # A vector that is not full is loaded and stored through memory: slower than its elements one by one.
+    "cpp.enable_loop_tail_vec": False,
+}
+_RECOMPUTE = {
     # Inductor would keep full-size intermediate results of rules with norms: recomputing them is cheaper than memory.
     "realize_reads_threshold": 64,
     "realize_acc_reads_threshold": 64,
     "realize_opcount_threshold": 1000,
-    # Without guards nothing else notices another number of threads: loops ask for it when they run.
-    "cpp.dynamic_threads": True,
-    "cpp.threads": 2,  # with one thread, or by the sizes of the example, some loops over rows would not be parallel
 }
 _failure: list[str] = []  # why this process cannot compile, once that is known
 
@@ -40,7 +49,12 @@ def unavailable() -> str | None:
 
 
 def compile_once(
-    what: str, fun: Callable[..., Sequence[Tensor]], example: Sequence[Tensor]
+    what: str,
+    fun: Callable[..., Sequence[Tensor]],
+    example: Sequence[Tensor],
+    *,
+    keep: bool = False,
+    checked: bool = False,
 ) -> Callable[..., Any] | None:
     """Compile a function of tensors for all sizes of their first dimension.
 
@@ -48,6 +62,9 @@ def compile_once(
         what: What the function does, for messages.
         fun: Positional tensors in, a sequence of tensors out; ``copy_`` into arguments is kept.
         example: Arguments of the dtypes, ranks and devices that will come; sizes of 0 and 1 are not general.
+        keep: Whether intermediate results may be kept in memory, instead of being computed wherever they are needed:
+            right only where they stay in the caches.
+        checked: Whether the caller makes sure of shapes and strides, so that calls, if they are many, need not.
 
     Returns:
         The compiled function, or ``None``: where the function cannot be traced, or nothing can be compiled; a warning
@@ -55,6 +72,8 @@ def compile_once(
     """
     if _failure:
         return None
+    if all(tensor.device.type == "cpu" for tensor in example):
+        _start_probing()
     try:
         from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -73,7 +92,8 @@ def compile_once(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _compile(module, example)
+            _finish_probing()
+            return _compile(module, example, {**_OPTIONS, **({} if keep else _RECOMPUTE), "size_asserts": not checked})
     except Exception as error:  # whatever the compiler raises, the update itself was not touched
         _failure.append(_first_line(getattr(error, "inner_exception", error)))
         warnings.warn(
@@ -85,23 +105,51 @@ def compile_once(
         return None
 
 
-def _compile(module: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+def _compile(module: fx.GraphModule, example: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     stages = cut(module)
     if stages is None:
-        return _compile_graph(module, example)
-    first = _compile_graph(stages[0], example)
-    second = _compile_graph(stages[1], [*example, *first(*example)])
+        return _compile_graph(module, example, options)
+    first = _compile_graph(stages[0], example, options)
+    second = _compile_graph(stages[1], [*example, *first(*example)], options)
     return lambda *tensors: second(*tensors, *first(*tensors))
 
 
-def _compile_graph(module: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+def _compile_graph(module: fx.GraphModule, example: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     realize.register_lowering()
     realize.materialize_scalars(module)
     return torch._inductor.standalone_compile(
-        module, list(example), dynamic_shapes="from_graph", options={"config_patches": _OPTIONS}
+        module, list(example), dynamic_shapes="from_graph", options={"config_patches": options}
     )
 
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+_probe: list[threading.Thread] = []
+
+
+@functools.cache
+def _start_probing() -> None:
+    """Begin to find out what vectors this machine has, which Inductor does once per process, in processes of its own.
+
+    Waiting for those is a third of what the first kernel costs if it is cached, and need not be done while nothing
+    else happens. Where that is not possible here, for whatever reason, Inductor does it, or says what is wrong.
+    """
+    with contextlib.suppress(Exception):
+        # What the thread needs of the compiler is imported before: it must not import that together with this thread.
+        from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
+
+        def probe() -> None:
+            with contextlib.suppress(Exception):
+                cpu_vec_isa.valid_vec_isa_list()
+
+        thread = threading.Thread(target=probe, name="npuamp_fn: vector instructions", daemon=True)
+        thread.start()
+        _probe.append(thread)
+
+
+def _finish_probing() -> None:
+    while _probe:
+        _probe.pop().join()

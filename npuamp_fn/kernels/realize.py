@@ -40,9 +40,9 @@ def is_small(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.dim() == 0 or (value.dim() == 2 and value.shape[1] == 1))
 
 
-def is_elements(value: Any) -> bool:
-    """Tell whether a traced value has many entries per row."""
-    return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] != 1
+def is_elements(value: Any, rank: int = 2) -> bool:
+    """Tell whether a traced value has many entries per row; of ``rank`` 1, whether it is a vector."""
+    return isinstance(value, Tensor) and value.dim() == rank > 0 and (rank == 1 or value.shape[1] != 1)
 
 
 def materialize_scalars(module: fx.GraphModule) -> None:
@@ -52,11 +52,13 @@ def materialize_scalars(module: fx.GraphModule) -> None:
     bias corrections of Adam would call pow twice per vector. A barrier goes wherever a small value meets elements.
     """
     graph = module.graph
+    values = [node.meta.get("val") for node in graph.nodes]
+    rank = max((value.dim() for value in values if isinstance(value, Tensor)), default=0)
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if not is_small(value):
             continue
-        users = [user for user in node.users if is_elements(user.meta.get("val"))]
+        users = [user for user in node.users if is_elements(user.meta.get("val"), rank)]
         if not users or (node.op == "placeholder" and value.dtype != torch.float64):
             continue
         source = node

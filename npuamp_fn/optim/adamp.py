@@ -17,31 +17,36 @@ __all__ = ["adamp"]
 def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor, hyper: Any, seg: Any) -> Any:
     steps = count.double()
     size = coefficient(hyper.lr / (1 - hyper.beta1**steps), param)
-    correction = coefficient((1 - hyper.beta2**steps).sqrt(), param)
+    correction = coefficient((1 - hyper.beta2**steps).rsqrt(), param)
     mean = lerp(slots["exp_avg"], grad, 1 - hyper.beta1)
     square = addcmul(scaled(slots["exp_avg_sq"], hyper.beta2), grad, grad, 1 - hyper.beta2)
     ahead = lerp(mean, grad, 1 - hyper.beta1) if hyper.nesterov else mean
-    step = ahead / shifted(square.sqrt() / correction, hyper.eps)
+    step = ahead / shifted(square.sqrt() * correction, hyper.eps)
     ratio: Any = 1.0
     if param.dim() > 1 and param.numel() > 0:
-        by_row, whole = (
-            _project(grad, param, step, hyper, seg, "row"),
-            _project(grad, param, step, hyper, seg, "tensor"),
-        )
-        coef = torch.where(by_row[0], by_row[1], torch.where(whole[0], whole[1], 0.0))
+        coef, projected = _projection(grad, param, step, hyper, seg)
         step = step - coef * param
-        ratio = torch.where(by_row[0] | whole[0], scaled(param.new_ones(()), hyper.wd_ratio), 1.0)
+        ratio = torch.where(projected, scaled(param.new_ones(()), hyper.wd_ratio), 1.0)
     if present(hyper.weight_decay):
         param = scaled(param, 1 - hyper.lr * hyper.weight_decay * ratio)
     return param - size * step, {"exp_avg": mean, "exp_avg_sq": square}
 
 
-def _project(grad: Tensor, param: Tensor, step: Tensor, hyper: Any, seg: Any, per: str) -> tuple[Tensor, Tensor]:
-    # Whether the gradient is nearly orthogonal to the weights, and how much of the weights is in the step.
-    length = param.numel() // (param.shape[0] if per == "row" else 1)
-    weight = seg.sum(param * param, per).sqrt() + hyper.eps
-    cosine = seg.sum(grad * param, per).abs() / (seg.sum(grad * grad, per).sqrt() + hyper.eps) / weight
-    return cosine.amax() < hyper.delta / length**0.5, seg.sum(param * step, per) / (weight * weight)
+def _projection(grad: Tensor, param: Tensor, step: Tensor, hyper: Any, seg: Any) -> tuple[Tensor, Tensor]:
+    # How much of the weights to take out of the step, and whether that is anything: where the gradient is nearly
+    # orthogonal to the weights, row by row or else as a whole. The sums of the tensor are those of its rows.
+    rows = [seg.sum(x, "row") for x in (grad * param, grad * grad, param * param, param * step)]
+    by_row = _test(rows, param[0].numel(), hyper)
+    whole = _test([seg.sum(x) for x in rows], param.numel(), hyper)
+    coef = torch.where(by_row[0], by_row[1], torch.where(whole[0], whole[1], 0.0))
+    return coef, by_row[0] | whole[0]
+
+
+def _test(sums: list[Tensor], length: int, hyper: Any) -> tuple[Tensor, Tensor]:
+    product, grad_square, weight_square, along = sums
+    weight = shifted(weight_square.sqrt(), hyper.eps)
+    cosine = product.abs() / shifted(grad_square.sqrt(), hyper.eps) / weight
+    return cosine.amax() < hyper.delta / length**0.5, along / (weight * weight)
 
 
 def adamp(

@@ -56,6 +56,7 @@ def leaf_items(
     masters = tree_leaves(state.master) if state.master != () else [None] * len(leaves)
     floats = [index for index, leaf in enumerate(leaves) if is_float(leaf)]
     gradients = tree_leaves(grads)
+    shared = not any(map(_is_per_tensor, hyper.values()))
     return [
         Item(
             path=paths[i],
@@ -64,7 +65,7 @@ def leaf_items(
             slots={name: values[i] for name, values in slots.items()},
             master=masters[i],
             count=_entry(count, order),
-            hyper={name: _entry(value, order) for name, value in hyper.items()},
+            hyper=hyper if shared else {name: _entry(value, order) for name, value in hyper.items()},
             finite=_entry(finite, order),
             segments=LeafSegments(order),
             real=None,
@@ -173,7 +174,8 @@ def _whole_leaf_items(
         for bucket, buffer in zip(layout.buckets, flat.buffers, strict=True):
             split = () if buffer is None else buffer.split(bucket.pieces)
             for i, piece in zip(bucket.segments, bucket.real if split else (), strict=bool(split)):
-                pieces[i] = layout.segments[i].unpack(split[piece])
+                segment, elements = layout.segments[i], split[piece]
+                pieces[i] = elements.view(segment.shape) if segment.order is None else segment.unpack(elements)
         return pieces
 
     def entries(values: tuple[Tensor, ...]) -> list[Any]:
@@ -186,6 +188,7 @@ def _whole_leaf_items(
     slots = {slot.name: (entries if slot.per == "tensor" else views)(state.slots[slot.name]) for slot in rule.slots}
     gradients, weights = views(grads), views(params)
     masters = views(state.master) if state.master != () else [None] * len(weights)
+    shared = not any(map(_is_per_tensor, hyper.values()))
     return [
         Item(
             path=segment.path,
@@ -194,7 +197,7 @@ def _whole_leaf_items(
             slots={name: values[i] for name, values in slots.items()},
             master=masters[i],
             count=_entry(count, i),
-            hyper={name: _entry(value, i) for name, value in hyper.items()},
+            hyper=hyper if shared else {name: _entry(value, i) for name, value in hyper.items()},
             finite=_entry(finite, i),
             segments=LeafSegments(i),
             real=None,
@@ -257,6 +260,10 @@ def check_donation(params: Any, state: Any) -> None:
             if problem:
                 raise TypeError(f"update: donated tensor `{path(name, tree, index)}` {problem}; or {advice}")
             owners[address] = (name, tree, index)
+
+
+def _is_per_tensor(value: Any) -> bool:
+    return isinstance(value, PerTensor) or (isinstance(value, Tensor) and value.dim() == 1)
 
 
 def _entry(value: Any, index: int) -> Any:

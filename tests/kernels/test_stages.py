@@ -22,7 +22,7 @@ def trace(fun, example):
     return make_fx(lambda *tensors: fun(*tensors), tracing_mode="symbolic")(*example)
 
 
-def compile_eagerly(what, fun, example):
+def compile_eagerly(what, fun, example, **options):
     """Do all that ``compile_once`` does to a graph, and run the graphs as they are."""
     module = trace(fun, example)
     stages = cut(module)
