@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage
 add_all: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 _unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateImportUsage]
 
-__all__ = ["add_all", "copy_all", "dense", "gather", "finite_flags", "unscale_all"]
+__all__ = ["add_all", "clip_grads", "copy_all", "dense", "gather", "finite_flags", "unscale_all"]
 
 
 def gather(layout: Any, tensors: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> FlatTree:
@@ -78,6 +79,16 @@ def _in_one_pass(grads: Sequence[Tensor], scale: Any, factor: Callable[[torch.de
 @functools.cache
 def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
+
+
+def clip_grads(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Scale gradients down, in place, to a norm over all of them; return the norm before: shape []."""
+    if not grads:
+        return torch.zeros(())
+    total = torch.nn.utils.get_total_norm(grads, norm_type)
+    holders: Any = [SimpleNamespace(grad=grad) for grad in grads]
+    torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total)
+    return total
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -197,8 +197,7 @@ class Bucket:
     def settled_grads(self) -> Tensor:
         """Return the weights' gradients as one buffer that they are views of."""
         flat, active = self.current_grads()
-        if flat is not self.grads:
-            self.set_grads(flat, active)
+        self.set_grads(flat, active)
         buffer: Any = flat.buffers[0]
         return buffer
 
@@ -252,6 +251,10 @@ class Storage:
             if bucket is None or not _same_members(bucket.members, wanted) or bucket.moved():
                 bucket = Bucket([member._replace(key=key) for member in wanted])
             buckets.append(bucket)
+        kept = set(map(id, buckets))
+        for bucket in self.buckets:
+            if id(bucket) not in kept:
+                bucket.reveal()  # what waits in it would go with it
         self.buckets = buckets
         return buckets
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from npuamp_fn.apex.amp._amp_state import maybe_print
+from npuamp_fn.apex.grads import clip_grads
 from npuamp_fn.apex.storage import Bucket
 
 __all__ = ["CombinedTensors", "flat_grads"]
@@ -103,12 +103,7 @@ class CombinedTensors:
         inside = {id(weight) for bucket in buckets for weight in bucket.weights}
         for _, weights in self._amp_stash.groups():
             flats += [w.grad for w in weights if w.grad is not None and id(w) not in inside]
-        if not flats:
-            return torch.zeros(())
-        total = torch.nn.utils.get_total_norm(flats, norm_type)
-        holders: Any = [SimpleNamespace(grad=flat) for flat in flats]
-        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total)
-        return total
+        return clip_grads(flats, max_norm, norm_type)
 
     def clip_model_grad_norm_fused(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the model's gradients; see :meth:`clip_optimizer_grad_norm_fused`.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from npuamp_fn import FlatTree, Optimizer, fused_update
+from npuamp_fn.apex.grads import clip_grads
 from npuamp_fn.apex.masters import half_of
 from npuamp_fn.apex.storage import Bucket, Storage, alias
 from npuamp_fn.optim.base import Hyper, OptimizerState
@@ -78,6 +79,28 @@ class FusedOptimizer(torch.optim.Optimizer):
             if any(active):
                 self._update(bucket, rules, grads, active, factor, [flat for flat, _, _ in found])
         return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients by their norm over all parameters, on the flat buffers.
+
+        With amp they are the unscaled ones that ``step`` uses.
+
+        Args:
+            max_norm: Gradients are scaled down to this norm.
+            norm_type: The p of the norm; ``inf`` for the largest element.
+
+        Returns:
+            shape []: the norm before clipping, as ``torch.nn.utils.clip_grad_norm_`` gives it.
+
+        >>> from npuamp_fn.apex.optimizers import NpuFusedSGD
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> NpuFusedSGD([weight]).clip_grad_norm_fused_(1.0), weight.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
+        """
+        buckets = [bucket for bucket in self.buckets() if any(weight.grad is not None for weight in bucket.weights)]
+        return clip_grads([bucket.settled_grads() for bucket in buckets], max_norm, norm_type)
 
     def buckets(self) -> list[Bucket]:
         """Return the flat buffers as they must be now."""

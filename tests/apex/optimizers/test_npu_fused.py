@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
-from npuamp_fn.apex import optimizers
+from npuamp_fn.apex import amp, optimizers
 
 TWINS = {
     torch.optim.SGD: optimizers.NpuFusedSGD,
@@ -210,6 +210,40 @@ def test_zero_grad_both_ways(cls):
     before = [p.clone() for p in params]
     optimizer.step()
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("cls", ALL)
+def test_clip_grad_norm_fused_equals_torchs(cls, norm_type):
+    left, right = make_params(), make_params()
+    optimizer = cls([{"params": left[:3]}, {"params": left[3:]}], lr=0.01)
+    give_grads(left, 0, missing=(2,))
+    give_grads(right, 0, missing=(2,))
+    norm = optimizer.clip_grad_norm_fused_(0.5, norm_type)
+    right_norm = torch.nn.utils.clip_grad_norm_(
+        [q for q in right if q.numel()], 0.5, norm_type
+    )  # inf fails on empty ones
+    torch.testing.assert_close(norm, right_norm)
+    assert norm.shape == ()
+    assert left[2].grad is None
+    for p, q in zip(left, right, strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_clip_grad_norm_fused_under_amp_clips_unscaled_gradients(level):
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = optimizers.NpuFusedSGD(model.parameters(), lr=1.0)
+    assert optimizer.clip_grad_norm_fused_(1.0).item() == 0.0
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    with amp.scale_loss(model(torch.tensor([[3.0, 4.0]])).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert optimizer.clip_grad_norm_fused_(1.0).item() == pytest.approx(5.0, rel=1e-3)
+    optimizer.step()
+    expected = torch.tensor([[-0.6, -0.8]])
+    torch.testing.assert_close(model.weight.detach().float(), expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("cls", list(TWINS))
