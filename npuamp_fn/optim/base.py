@@ -71,7 +71,7 @@ class Optimizer:
         master_weights: Whether the state holds float32 masters of half parameters.
         rounding: How masters are rounded into the half parameters.
         kernel: How the rule is run: "reference", "aten", "compiled", or "auto" to choose.
-        donate: Whether ``update`` consumes ``params`` and ``state`` and updates them in place.
+        donate: Whether ``update`` updates ``params`` and ``state`` in place.
 
     >>> optim.adamw(1e-3).hyper["eps"]
     1e-08
@@ -127,7 +127,7 @@ class Optimizer:
             params: What to update; its dtypes are kept.
 
         Returns:
-            ``(params, state)``: new ones; with ``donate`` the same tensors, updated.
+            ``(params, state)``: new ones; with ``donate`` the same ones, updated.
 
         Raises:
             TypeError: not the state of an optimizer, or a donated tensor needs gradients or is under a transform.
@@ -174,10 +174,11 @@ class Optimizer:
         count = state.count + 1
         items = self._items(grads, state, count, params, finite)
         results = kernels.run(self.kernel, Step(self.rule, factor, self.donate), items)
+        if self.donate:  # in place too, so that whoever still holds the old state holds the whole new one
+            state.count.add_(1 if finite is None else finite)
+            return params, state
         if finite is not None:
             count = torch.where(finite, count, state.count)
-        if self.donate:
-            return params, state._replace(count=count)
         put = put_flat if isinstance(params, FlatTree) else put_leaves
         params, slots, master = put(self.rule, results, params, state)
         return params, OptimizerState(count, slots, master)

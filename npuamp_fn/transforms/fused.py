@@ -21,8 +21,8 @@ def fused_update(optimizer: Any, donate: bool = False, kernel: str = "auto") -> 
 
     Args:
         optimizer: Any optimizer.
-        donate: Whether ``update`` consumes ``params`` and the state: they are updated in place and must be
-            rebound to what it returns. Without it new tensors are made.
+        donate: Whether ``update`` writes into ``params`` and the state, step count included, and returns those same
+            objects. Without it new tensors are made.
         kernel: "reference" (the rule's text, eager), "aten" (torch's fused operators, Adam family), "compiled" (the
             rule's text compiled into one pass over a FlatTree's buffers), or "auto": compiled for buffers of 2**20
             elements and more (inside ``torch.compile`` the text itself, which becomes such a pass there), else aten,

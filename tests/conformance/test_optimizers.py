@@ -181,6 +181,20 @@ def test_donated_equals_pure_in_the_same_memory(optimizer, flat):
 
 @every_optimizer
 @leaves_and_flat
+def test_donated_state_that_is_not_rebound_is_the_new_one(optimizer, flat):
+    params, state = problem(0, flat)[0], optimizer.init(problem(0, flat)[0])
+    kept, kept_state = problem(0, flat)[0], optimizer.init(problem(0, flat)[0])
+    for seed, finite in ((1, True), (2, False), (3, True)):
+        grads = scaled(problem(seed, flat)[1], finite)
+        params, state = optimizer.update(grads, state, params)
+        optimizer.replace(donate=True).update(grads, kept_state, kept)
+    assert kept_state.count.dtype == torch.int32
+    assert kept_state.count.item() == 2
+    assert same_bits(tensors(params, state), tensors(kept, kept_state))
+
+
+@every_optimizer
+@leaves_and_flat
 def test_vmap_equals_a_loop(optimizer, flat):
     members = [problem(seed, flat) for seed in (0, 10, 20)]
     if not flat:
