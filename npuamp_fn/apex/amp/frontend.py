@@ -12,7 +12,7 @@ from npuamp_fn.apex.amp._amp_state import _amp_state, maybe_print
 from npuamp_fn.apex.amp.amp import cast_in_models, process_wide
 from npuamp_fn.apex.amp.distributed import agree, broadcast_models
 from npuamp_fn.apex.amp.models import check_models, convert_model
-from npuamp_fn.apex.amp.optimizer import adopt, release, unwrap
+from npuamp_fn.apex.amp.optimizer import adopt, refuse_inner_optimizer, release, unwrap
 from npuamp_fn.apex.amp.properties import BRIEFS, Properties, properties_for
 from npuamp_fn.apex.amp.registry import operation_table
 from npuamp_fn.apex.amp.scaler import LossScaler
@@ -118,6 +118,9 @@ def initialize(
     model_list = _listed(models, nn.Module, "models", "torch.nn.Module")
     optimizer_list = [] if optimizers is None else _listed(optimizers, object, "optimizers", "torch.optim.Optimizer")
     inner = [_checked_optimizer(optimizer) for optimizer in optimizer_list]
+    if properties.master_weights:
+        for optimizer in inner:
+            refuse_inner_optimizer(optimizer)
     check_models(model_list, properties)
     _check_outputs(cast_model_outputs)
     scale_options = {

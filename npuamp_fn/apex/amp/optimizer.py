@@ -21,7 +21,7 @@ from npuamp_fn.apex.optimizers.fused import FusedOptimizer, load_keeping_groups
 from npuamp_fn.apex.storage import Bucket
 from npuamp_fn.transforms import op_cast
 
-__all__ = ["AmpOptimizer", "adopt", "release", "unwrap"]
+__all__ = ["AmpOptimizer", "adopt", "refuse_inner_optimizer", "release", "unwrap"]
 
 
 class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
@@ -164,6 +164,20 @@ def unwrap(optimizer: Any) -> Any:
     """Return the torch optimizer inside a wrapper such as LARC."""
     inner = getattr(optimizer, "optim", None)
     return inner if not isinstance(optimizer, torch.optim.Optimizer) and inner is not None else optimizer
+
+
+def refuse_inner_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``TypeError`` where the step is done by an inner optimizer, which would never see the masters."""
+    own = {id(group["params"]) for group in optimizer.param_groups}
+    for name, value in vars(optimizer).items():
+        groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
+        if any(id(group["params"]) not in own for group in groups):
+            raise TypeError(
+                f"amp.initialize: {type(optimizer).__name__} steps its own {type(value).__name__} (attribute "
+                f"{name!r}), whose parameter lists are not those in its param_groups: that one would go on updating "
+                f"the half parameters instead of their float32 masters. Use opt_level='O1' (no masters), or the plain "
+                f"{type(value).__name__}."
+            )
 
 
 def adopt(optimizer: torch.optim.Optimizer, properties: Any, scalers: list[Any]) -> None:

@@ -168,6 +168,53 @@ def test_an_optimizer_of_another_kind_is_refused(optimizer):
         amp.initialize(make_net(), optimizer, opt_level="O2", verbosity=0)
 
 
+class Stepper(torch.optim.Optimizer):
+    """Leaves its step to an optimizer inside, over the same groups or over a copy of them."""
+
+    def __init__(self, params, copies):
+        super().__init__(params, {"lr": 0.5})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.5)
+        if not copies:
+            self.inner.param_groups = self.param_groups
+            self.param_groups[0].update({**self.inner.defaults, "lr": 0.5})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("copies", [False, True], ids=["shared groups", "own groups"])
+def test_an_optimizer_whose_inner_one_would_miss_the_masters_is_refused_at_o2(level, copies):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = Stepper(model.parameters(), copies)
+    if level == "O2" and copies:
+        with pytest.raises(TypeError, match=r"Stepper steps its own SGD \(attribute 'inner'\).*Use opt_level='O1'"):
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        assert model.weight.dtype == torch.float32
+        assert type(optimizer) is Stepper
+        return
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    with amp.scale_loss(model(torch.full((1, 1), 3.0)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert model.weight.item() == -1.5
+
+
+def test_zero_redundancy_optimizer_is_refused_at_o2():
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = make_net()
+        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+        with pytest.raises(TypeError, match="ZeroRedundancyOptimizer steps its own Adam"):
+            amp.initialize(model, sharded, opt_level="O2", verbosity=0)
+        assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(TypeError, match="models must be either"):
         amp.initialize({"net": make_net()}, opt_level="O2", verbosity=0)
