@@ -15,6 +15,7 @@ from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, redispatch_function
+from torch.utils.checkpoint import CheckpointFunction
 
 from npuamp_fn.op_tables import OpTable
 from npuamp_fn.transforms.function import FunctionTransform
@@ -42,7 +43,10 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _STARTERS = ("backward", "grad")
 _DTYPE: Any = Tensor.dtype
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009
+_current_node: Any = getattr(torch._C, "_current_autograd_node")  # noqa: B009
 _RNN_CHECK = nn.RNNBase.check_input.__code__
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_CHECKPOINT_FORWARD: Any = CheckpointFunction.forward.__code__
 
 
 class OpCasts(TorchFunctionMode):
@@ -54,7 +58,8 @@ class OpCasts(TorchFunctionMode):
     Args:
         table: Which operations to cast how, or ``None`` to cast nothing.
         dtype: The low dtype.
-        backward_only: Cast only what runs inside a backward pass (the recomputation of checkpoints).
+        backward_only: Cast only what runs inside a backward pass, for the recomputation of reentrant checkpoints; not
+            in those that ran without casts before.
         report: Told of every call whose arguments were cast; by default that of the scope around this one.
 
     >>> from npuamp_fn.transforms.op_cast import OpCasts
@@ -73,6 +78,8 @@ class OpCasts(TorchFunctionMode):
         self.outer = current()
         self.report = self.outer.report if report is None and self.outer is not None else report
         self.passing: set[int] = set()  # threads in which a scope inside this one is calling through it
+        # A checkpoint around this scope enters it again when it recomputes; those inside must be told of it.
+        self.around = None if is_dynamo_compiling() else _checkpoint_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Cast the arguments as the table says, and call."""
@@ -81,7 +88,7 @@ class OpCasts(TorchFunctionMode):
         if name in _STARTERS and func in _BACKWARD:
             with self:
                 return redispatch_function(func, types, args, kwargs)
-        if self.backward_only and not in_backward():
+        if self.backward_only and not _casts_in_backward():
             return func(*args, **kwargs)
         rules = self.lookup.get(name)
         if rules is not None and not (self.passing and _thread() in self.passing):
@@ -93,8 +100,11 @@ class OpCasts(TorchFunctionMode):
                             self.report(func.__name__, (args, kwargs), fitting)
                         args, kwargs = fitting
                     break
-        elif name == "__get__" and self.lookup and _reads_dtype_in_rnn(func):
-            return torch.float32 if (dtype := func(*args)) is self.dtype else dtype
+        elif name == "__get__" and self.lookup and not (self.passing and _thread() in self.passing):
+            if func.__self__ is _REQUIRES_GRAD:
+                _mark_checkpoint()
+            elif _reads_dtype_in_rnn(func):
+                return torch.float32 if (dtype := func(*args)) is self.dtype else dtype
         if self.outer is None and (is_dynamo_compiling() or _checkpoint_hooks() is None):
             return func(*args, **kwargs)
         return self._call_through(func, args, kwargs)
@@ -107,7 +117,7 @@ class OpCasts(TorchFunctionMode):
         passing.add(thread)
         try:
             hooks = None if is_dynamo_compiling() else _checkpoint_hooks()
-            if hooks is None:
+            if hooks is None or hooks == self.around:
                 return func(*args, **kwargs)
             pack, unpack = hooks
             with saved_tensors_hooks(pack, _Recompute(unpack, self)):
@@ -126,7 +136,7 @@ def current() -> OpCasts | None:
     """
     for index in range(_len_torch_function_stack() - 1, -1, -1):
         mode = _get_function_stack_at(index)
-        if type(mode) is OpCasts and not (mode.backward_only and not in_backward()):
+        if type(mode) is OpCasts and not (mode.backward_only and not _casts_in_backward()):
             return mode
     return None
 
@@ -233,6 +243,28 @@ class _Recompute:
 def _checkpoint_hooks() -> tuple[Any, Any] | None:
     hooks = _autograd._top_saved_tensors_default_hooks(True)
     return hooks if hooks and getattr(hooks[1], "__module__", None) == "torch.utils.checkpoint" else None
+
+
+def _casts_in_backward() -> bool:
+    """Tell whether what runs now is part of a backward pass and, if a checkpoint recomputes it, was cast before."""
+    if not in_backward() or _checkpoint_hooks() is not None:  # others than reentrant ones bring their scope along
+        return False
+    node = _current_node()
+    return getattr(node, "_forward_cls", None) is not CheckpointFunction or hasattr(node, "ran_under_casts")
+
+
+def _mark_checkpoint() -> None:
+    # The first that a reentrant checkpoint does is to look whether an argument requires grad.
+    if is_dynamo_compiling() or torch.is_grad_enabled():
+        return
+    frame = sys._getframe(2)
+    for _ in range(6):  # other modes may stand between
+        if frame is None:
+            return
+        if frame.f_code is _CHECKPOINT_FORWARD:
+            frame.f_locals["ctx"].ran_under_casts = True
+            return
+        frame = frame.f_back
 
 
 def _reads_dtype_in_rnn(func: Any) -> bool:

@@ -470,6 +470,43 @@ def test_backward_only_scopes_cast_inside_the_backward_pass(x):
     assert seen == [(True, HALF), (True, HALF), (True, FULL)]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["outside", "in disable_casts"])
+def test_backward_only_scopes_leave_checkpoints_that_ran_without_casts_alone(x, where, reentrant):
+    seen = []
+
+    def watched(y):
+        seen.append((y @ y).dtype)
+        return y.sin() @ y
+
+    def disabled(y):
+        with disable_casts():
+            return checkpoint(watched, y, use_reentrant=reentrant).sum()
+
+    y = x.clone().requires_grad_()
+    loss = disabled(y) if where == "outside" else o1(disabled)(y)
+    with OpCasts(APEX_OPS, HALF, backward_only=True):
+        loss.backward()
+    assert seen == [FULL, FULL]
+    assert torch.equal(y.grad, gradient(lambda y: (y.sin() @ y).sum(), x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_cast_function_casts_that_function_alone_again(x, reentrant):
+    seen = []
+
+    def around(y):
+        seen.append((y @ y).dtype)
+        return o1(block)(y).float().exp()
+
+    y = x.clone().requires_grad_()
+    loss = checkpoint(around, y, use_reentrant=reentrant).sum()
+    with OpCasts(APEX_OPS, HALF, backward_only=True):
+        loss.backward()
+    assert seen == [FULL, FULL]
+    assert torch.equal(y.grad, gradient(lambda y: o1(block)(y).float().exp().sum(), x))
+
+
 def test_a_function_can_be_taken_along_with_the_casts_in_force(x):
     with OpCasts(APEX_OPS, BF16):
         later = with_current_casts(product)

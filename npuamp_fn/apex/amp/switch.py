@@ -164,8 +164,7 @@ def scoped(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
     with op_cast.OpCasts(MIXED_OPS if scope.mixed else operation_table(), scope.low, report=cast_report()):
         output = call(*args, **kwargs)
-    # A checkpoint recomputes sub-modules as outermost calls of the backward pass; their outputs were not cast before.
-    return output if op_cast.in_backward() and scope.wanted is None else cast_values(output, scope.output)
+    return cast_values(output, scope.output)
 
 
 _classes: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()

@@ -256,6 +256,39 @@ def test_a_checkpointed_block_gives_the_same_gradients(reentrant):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_outside_the_model_stays_float32_in_scale_loss(reentrant):
+    seen, grads = [], []
+    frozen = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2)).requires_grad_(False)
+    frozen[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    for use in (False, True):
+        model, optimizer = initialized(Probe(), loss_scale=8.0)
+        h = model(torch.ones(3, 4))
+        loss = (checkpoint(frozen, h, use_reentrant=reentrant) if use else frozen(h)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert seen == [torch.float32] * 3
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_model_and_more_gives_the_same_gradients(reentrant):
+    grads = []
+    for use in (False, True):
+        model, optimizer = initialized(Probe(), loss_scale=8.0)
+        x = torch.ones(3, 4, requires_grad=True)
+
+        def around(x, model=model):
+            return model(x.sin()).square()
+
+        loss = (checkpoint(around, x, use_reentrant=reentrant) if use else around(x)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_copies_pickle_and_stay_independent():
     model, optimizer = initialized(Probe())
     x = torch.randn(3, 4)
