@@ -17,16 +17,22 @@ __all__ = ["sgd"]
 def _update(grad: Tensor, param: Tensor, slots: dict[str, Tensor], count: Tensor, hyper: Any, seg: Any) -> Any:
     if hyper.maximize:
         grad = -grad
-    if present(hyper.weight_decay):
+    decays = present(hyper.weight_decay)
+    if decays and not hyper.decoupled_decay:
         grad = add_scaled(grad, param, hyper.weight_decay)
-    if not slots:
-        return add_scaled(param, grad, -hyper.lr), {}
+    step, new = _momentum(grad, slots, count, hyper) if slots else (grad, {})
+    if decays and hyper.decoupled_decay:
+        step = add_scaled(step, param, hyper.weight_decay)
+    return add_scaled(param, step, -hyper.lr), new
+
+
+def _momentum(grad: Tensor, slots: dict[str, Tensor], count: Tensor, hyper: Any) -> tuple[Tensor, dict[str, Tensor]]:
     buffer = slots["momentum_buffer"]
     moved = add_scaled(scaled(buffer, hyper.momentum), grad, 1 - hyper.dampening)
     if present(hyper.dampening):
         moved = torch.where(count == 1, grad, moved)  # the first gradient is not dampened
     step = add_scaled(grad, moved, hyper.momentum) if hyper.nesterov else moved
-    return add_scaled(param, step, -hyper.lr), {"momentum_buffer": moved}
+    return step, {"momentum_buffer": moved}
 
 
 def sgd(
@@ -36,6 +42,7 @@ def sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
     *,
+    decoupled_decay: bool = False,
     maximize: bool = False,
 ) -> Optimizer:
     r"""Make stochastic gradient descent, with torch.optim.SGD's numbers.
@@ -50,6 +57,7 @@ def sgd(
         dampening: :math:`\tau`.
         weight_decay: :math:`\lambda`, an L2 penalty.
         nesterov: Whether to look ahead; needs momentum and no dampening.
+        decoupled_decay: Whether :math:`\lambda p` is added to the finished step instead of the gradient, as in AdamW.
         maximize: Whether to ascend.
 
     Raises:
@@ -72,6 +80,7 @@ def sgd(
         dampening=dampening,
         weight_decay=weight_decay,
         nesterov=nesterov,
+        decoupled_decay=decoupled_decay,
         maximize=maximize,
     )
     return Optimizer(Rule("sgd", _update, slots), hyper)

@@ -10,8 +10,14 @@ from npuamp_fn.apex.optimizers.classes import (
     NpuFusedRMSpropTF,
     NpuFusedSGD,
 )
+from npuamp_fn.apex.optimizers.nvidia import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 __all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedNovoGrad",
+    "FusedSGD",
     "Lamb",
     "NpuFusedAdadelta",
     "NpuFusedAdam",

@@ -26,6 +26,11 @@ ALL = [
     optimizers.NpuFusedLamb,
     optimizers.Lamb,
     optimizers.NpuFusedRMSpropTF,
+    optimizers.FusedSGD,
+    optimizers.FusedAdam,
+    optimizers.FusedLAMB,
+    optimizers.FusedNovoGrad,
+    optimizers.FusedAdagrad,
 ]
 NOT_OURS = {"foreach", "capturable", "differentiable", "fused"}  # how torch runs a step, not what it computes
 
