@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as torch_pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from npuamp_fn.placement import (
     CASTABLE,
@@ -272,7 +272,7 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
             flattening would silently untie them.
 
     Raises:
-        TypeError: ``dtype`` is no floating-point dtype.
+        TypeError: ``dtype`` is no floating-point dtype, or a leaf is a module or a generator instead of a tree.
         ValueError: two leaves are the same tensor and ``tie`` is False, or are different views of the same memory
             (a weight and its transpose), or a pattern matches nothing.
 
@@ -291,6 +291,8 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
     seen: dict[Any, int] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         if not is_float(leaf):
+            if isinstance(leaf, (nn.Module, Iterator)):
+                raise TypeError(f"flatten: `{path}`: {_tree_advice(leaf)}")
             rest.append(leaf)
             places.append(-len(rest))
             continue
@@ -317,6 +319,14 @@ def flatten(tree: Any, dtype: torch.dtype | None = None, *, keep: Sequence[str] 
     layout = Layout(tree_structure(tree), tuple(places), *lay_out(described, lambda key: key))
     buffers = tuple(concatenate(layout.segments, bucket, chosen, bucket.dtype) for bucket in layout.buckets)
     return FlatTree(buffers, tuple(rest), layout)
+
+
+def _tree_advice(leaf: Any) -> str:
+    if isinstance(leaf, nn.Module):
+        what, advice = f"the module {type(leaf).__name__}", "apply, params, buffers = functionalize(module)"
+    else:
+        what, advice = f"a {type(leaf).__name__}", "list(...), or dict(module.named_parameters()) to keep the names"
+    return f"expected a tree of tensors, found {what}; write {advice}"
 
 
 def _rebuild_layout(skeleton: Any, *rest: Any) -> Layout:

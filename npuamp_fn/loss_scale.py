@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -81,6 +81,12 @@ class StaticLossScale:
         return self
 
 
+def _use_create() -> Any:
+    raise TypeError(
+        "DynamicLossScale: every field is part of the state; to make one write DynamicLossScale.create(2.0**15)"
+    )
+
+
 @struct(static=("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale"))
 class DynamicLossScale:
     """Multiply the loss by a scale that falls on overflow and grows after ``growth_interval`` clean steps.
@@ -99,15 +105,17 @@ class DynamicLossScale:
     tensor(2.)
     """
 
-    value: Tensor  # shape=[], dtype=float32
-    good_steps: Tensor  # shape=[], dtype=int32: clean steps since the last change
-    bad_steps_left: Tensor  # shape=[], dtype=int32: overflows left before the scale backs off
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    hysteresis: int
-    min_scale: float
-    max_scale: float
+    value: Tensor = field(default_factory=_use_create)  # shape=[], dtype=float32
+    good_steps: Tensor = field(default_factory=_use_create)  # shape=[], dtype=int32: clean steps since the last change
+    bad_steps_left: Tensor = field(
+        default_factory=_use_create
+    )  # shape=[], dtype=int32: overflows left before the scale backs off
+    growth_factor: float = field(default_factory=_use_create)
+    backoff_factor: float = field(default_factory=_use_create)
+    growth_interval: int = field(default_factory=_use_create)
+    hysteresis: int = field(default_factory=_use_create)
+    min_scale: float = field(default_factory=_use_create)
+    max_scale: float = field(default_factory=_use_create)
 
     @classmethod
     def create(
@@ -148,11 +156,11 @@ class DynamicLossScale:
             raise ValueError(
                 f"{name}: expected min_scale <= init_scale <= max_scale, found {min_scale}, {init_scale}, {max_scale}"
             )
-        for field, value in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
+        for option, value in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
             if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}: {field}: expected an int, found {value!r} of type {type(value).__name__}")
+                raise TypeError(f"{name}: {option}: expected an int, found {value!r} of type {type(value).__name__}")
             if value < 1:
-                raise ValueError(f"{name}: {field}: expected at least 1, found {value}")
+                raise ValueError(f"{name}: {option}: expected at least 1, found {value}")
         return cls(
             value=torch.tensor(float(init_scale), dtype=torch.float32, device=device),
             good_steps=torch.zeros((), dtype=torch.int32, device=device),

@@ -46,10 +46,14 @@ class Apply:
         """Run the module; buffers are cloned, and what it made of them is returned.
 
         Raises:
+            TypeError: ``params`` or ``buffers`` are no dictionaries, a FlatTree say.
             ValueError: ``params`` or ``buffers`` lack a name, or have one too many: the module's own tensors are
                 never used in silence.
             RuntimeError: the module updates unbatched buffers under vmap; the message gives three ways out.
         """
+        for what, tree in (("params", params), ("buffers", buffers)):
+            if not hasattr(tree, "keys"):
+                raise TypeError(_kind_advice(what, tree))
         tensors = {**params, **{name: value.clone() for name, value in buffers.items()}}
         try:
             output = torch.func.functional_call(self.module, tensors, args, kwargs, strict=True)
@@ -69,6 +73,11 @@ _VMAP_ADVICE = (
     "running statistics, usually). Give each member its own buffers (vmap with in_dims=0 for `buffers`), or run the "
     "module in .eval(), or call torch.func.replace_all_batch_norm_modules_(module) before functionalize."
 )
+
+
+def _kind_advice(what: str, tree: Any) -> str:
+    advice = f"; write {what}.unflatten()" if hasattr(tree, "unflatten") else ""
+    return f"apply: {what}: expected a dictionary like that of functionalize, found a {type(tree).__name__}{advice}"
 
 
 def _names_advice(module: nn.Module, params: Any, buffers: Any) -> str:

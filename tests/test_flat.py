@@ -564,3 +564,16 @@ def test_parameters_of_a_module_round_trip():
     model = model.to(memory_format=torch.channels_last)
     params = functionalize(model).params
     assert_same_tree(flatten(params).unflatten(), params)
+
+
+def test_a_module_or_a_generator_in_place_of_a_tree_is_refused():
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(
+        TypeError, match=r"found the module Linear; write apply, params, buffers = functionalize\(module"
+    ):
+        flatten(module)
+    with pytest.raises(TypeError, match=r"^flatten: `head`: expected a tree of tensors, found the module Linear"):
+        flatten({"head": module})
+    with pytest.raises(TypeError, match=r"found a generator; write list\(\.\.\.\), or dict\(module.named_parameters"):
+        flatten(module.parameters())
+    assert flatten(dict(module.named_parameters())).layout.paths == ("weight", "bias")

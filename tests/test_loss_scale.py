@@ -436,3 +436,9 @@ def test_norm_of_huge_finite_values_overflowed_and_clipping_made_them_zero(size)
     torch.testing.assert_close(stepped["w"], torch.full((size,), -(size**-0.5)))
     assert global_norm({"w": torch.tensor([1.0, float("inf")])}).isinf()
     assert global_norm({"w": torch.tensor([1.0, float("nan")])}).isnan()
+
+
+@pytest.mark.parametrize("arguments", [(), (2.0**15,)])
+def test_a_dynamic_loss_scale_without_create_says_what_to_write(arguments):
+    with pytest.raises(TypeError, match=r"DynamicLossScale\.create\(2\.0\*\*15\)"):
+        DynamicLossScale(*arguments)

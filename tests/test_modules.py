@@ -253,3 +253,15 @@ def test_gradients_of_a_wrapped_module_were_silently_not_averaged():
     FSDPLinear.__bases__ = (type("FSDPModule", (), {"__module__": "torch.distributed.fsdp"}), nn.Linear)
     with pytest.raises(TypeError, match=r"the module is a FSDPLinear"):
         functionalize(FSDPLinear(2, 1))
+
+
+def test_flat_parameters_that_were_not_unflattened_are_refused():
+    apply, params, buffers = functionalize(nn.BatchNorm1d(2))
+    x = torch.ones(2, 2)
+    with pytest.raises(
+        TypeError, match=r"^apply: params: expected a dictionary.*FlatTree; write params.unflatten\(\)$"
+    ):
+        apply(flatten(params), buffers, x)
+    with pytest.raises(TypeError, match=r"^apply: buffers: expected a dictionary.*found a list$"):
+        apply(params, list(buffers.values()), x)
+    assert apply(flatten(params).unflatten(), buffers, x)[0].shape == (2, 2)

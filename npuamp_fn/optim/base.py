@@ -131,10 +131,10 @@ class Optimizer:
 
         Raises:
             TypeError: not the state of an optimizer, or a donated tensor needs gradients or is under a transform.
-            ValueError: gradients differ from the parameters in structure, layout or shape; the message names the
-                first differing path.
+            ValueError: the state is of another optimizer or of parameters stored in another way; or gradients differ
+                from the parameters in structure, layout or shape; the message names the first differing path.
         """
-        _check_state(state)
+        _check_state(state, self.rule, params)
         check_gradients(grads.grads if isinstance(grads, ScaledGrads) else grads, params)
         if isinstance(grads, ScaledGrads):
             return self.apply(grads.grads, state, params, grads.inv_scale, grads.finite, grads.norm)
@@ -218,11 +218,29 @@ class Optimizer:
         return tree_map(copy, params, source)
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: Any, rule: Rule, params: Any) -> None:
     if not isinstance(state, OptimizerState):
         raise TypeError(
             f"update: expected an OptimizerState as second argument, found {type(state).__name__}; the order is "
             "update(grads, state, params)"
+        )
+    for slot in rule.slots:
+        own = state.slots.get(slot.name)
+        if own is None:
+            problem = f"it has no {slot.name!r}, only {list(state.slots)}"
+        elif slot.per == "tensor":
+            continue
+        elif not isinstance(own, FlatTree) or not isinstance(params, FlatTree):
+            if isinstance(own, FlatTree) == isinstance(params, FlatTree):
+                continue
+            problem = f"{slot.name!r} is a {type(own).__name__}, params are a {type(params).__name__}"
+        elif own.layout == params.layout:
+            continue
+        else:
+            problem = params.layout.difference(own.layout)
+        raise ValueError(
+            f"update: the state was not made for these parameters and {rule.name}: {problem}; write "
+            "state = optimizer.init(params)"
         )
 
 

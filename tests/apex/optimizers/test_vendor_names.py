@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 import math
 
 import pytest
@@ -18,6 +19,39 @@ def test_scripts_import_from_the_vendors_files():
     bert = importlib.import_module("npuamp_fn.apex.optimizers.npu_fused_bert_adam")
     assert adam.NpuFusedAdam is optimizers.NpuFusedAdam
     assert bert.NpuFusedBertAdam is optimizers.NpuFusedBertAdam
+
+
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+LAMB = {**ADAM, "eps": 1e-6, "adam": False}
+# In the vendor's positional order; maximize and start, by keyword only, are ours.
+DEFAULTS = {
+    "NpuFusedSGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    "NpuFusedAdam": {**ADAM, "amsgrad": False},
+    "NpuFusedAdamW": {**ADAM, "weight_decay": 0.01, "amsgrad": False},
+    "NpuFusedAdamP": {**ADAM, "delta": 0.1, "wd_ratio": 0.1, "nesterov": False},
+    "NpuFusedBertAdam": {"lr": 1e-3, "warmup": -1, "t_total": -1, "schedule": "warmup_linear", "b1": 0.9, "b2": 0.99}
+    | {"e": 1e-6, "weight_decay": 0.01, "max_grad_norm": -1},
+    "NpuFusedAdadelta": {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
+    "Lamb": LAMB,
+    "NpuFusedLamb": {**LAMB, "use_global_grad_norm": False},
+    "NpuFusedRMSprop": {"lr": 0.01, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0}
+    | {"centered": False},
+    "NpuFusedRMSpropTF": {"lr": 0.01, "alpha": 0.9, "eps": 1e-10, "weight_decay": 0.0, "momentum": 0.0}
+    | {"centered": False, "decoupled_decay": False, "lr_in_momentum": True},
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_arguments_and_defaults_are_the_vendors_in_their_order(name):
+    parameters = inspect.signature(getattr(optimizers, name)).parameters.values()
+    positional = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == [("params", inspect.Parameter.empty), *DEFAULTS[name].items()]
+    optimizer = getattr(optimizers, name)([nn.Parameter(torch.ones(1))])
+    assert {key: optimizer.param_groups[0][key] for key in DEFAULTS[name]} == DEFAULTS[name]
+
+
+def test_every_exported_optimizer_has_its_defaults_tested():
+    assert {name for name in optimizers.__all__ if not name.startswith("Fused")} == DEFAULTS.keys()
 
 
 WARMUP = 0.25
@@ -101,6 +135,16 @@ def test_the_first_step_from_zero_records_a_ratio_of_one():
     state = optimizer.state[weight]
     assert (state["weight_norm"].item(), state["trust_ratio"].item()) == (0.0, 1.0)
     assert state["adam_norm"].item() > 0
+
+
+def test_lambs_global_norm_clips_to_one():
+    weights = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    optimizer = optimizers.NpuFusedLamb(weights, 1.0, (0.0, 0.0), eps=1.0, adam=True, use_global_grad_norm=True)
+    for weight, grad in zip(weights, (3.0, 4.0), strict=True):
+        weight.grad = torch.tensor([grad])
+    optimizer.step()
+    found = torch.cat([weight.detach() for weight in weights])
+    torch.testing.assert_close(found, torch.tensor([-0.6 / 1.6, -0.8 / 1.8]))  # g / 5, then g / (|g| + 1)
 
 
 def test_the_fused_class_has_no_such_entries():
