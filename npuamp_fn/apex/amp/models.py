@@ -95,7 +95,9 @@ def convert_model(
     scope: Any = Scope(dtype, output or torch.float32, dtype) if dtype else Scope(None, output)
     if dtype in HALVES and _has_wide_buffer(model):
         for module in model.modules():  # each by itself, because checkpoints recompute them by themselves
-            module.__dict__["_amp_scope"] = Scope(low=dtype, mixed=True)
+            # Instance norm takes float32 statistics beside half weights: a rule for the operation would widen inputs.
+            instance_norm = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.affine
+            module.__dict__["_amp_scope"] = Scope(compute=dtype if instance_norm else None, low=dtype, mixed=True)
         scope = replace(scope, low=dtype, mixed=True)
     model.__dict__["_amp_scope"] = scope
     return model

@@ -24,13 +24,10 @@ _BY_WEIGHTS = (
 ).split()
 MIXED_OPS = OpTable(
     "mixed",
-    (
-        *(
-            (key, "narrow" if key in _BY_WEIGHTS else "match" if rule == "match" else "promote")
-            for key, rule in APEX_OPS.rules
-            if rule not in ("refuse", "banned")
-        ),
-        ("instance_norm", "promote"),
+    tuple(
+        (key, "narrow" if key in _BY_WEIGHTS else "match" if rule == "match" else "promote")
+        for key, rule in APEX_OPS.rules
+        if rule not in ("refuse", "banned")
     ),
 )
 """For half models some of whose tensors are float32: what multiplies by weights stays half, what mixes otherwise is as

@@ -158,10 +158,11 @@ def scoped(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     if scope.low is None:
         args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
         return cast_values(call(*args, **kwargs), scope.output)
-    if op_cast.current() is not None and scope.wanted is None:  # nested: the outermost call's scope rules
-        return call(*args, **kwargs)
-    if scope.compute is not None:
+    nested = op_cast.current() is not None and scope.wanted is None  # the outermost call's scope rules
+    if scope.compute is not None and (scope.mixed or not nested):
         args, kwargs = cast_values(args, scope.compute), cast_values(kwargs, scope.compute)
+    if nested:
+        return call(*args, **kwargs)
     with op_cast.OpCasts(MIXED_OPS if scope.mixed else operation_table(), scope.low, report=cast_report()):
         output = call(*args, **kwargs)
     return cast_values(output, scope.output)
