@@ -1,7 +1,8 @@
-"""``combine_ddp``: data parallelism by one reduction per flat gradient buffer, and masters under torch's DDP."""
+"""``combine_ddp``: data parallelism by one reduction per flat gradient buffer; and what torch's DDP needs from us."""
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from npuamp_fn import FlatTree, mean_over
-from npuamp_fn.apex.masters import slot_of, synchronise
+from npuamp_fn.apex.masters import low_of, slot_of, synchronise
 
-__all__ = ["agree", "broadcast_models", "check_agreement", "reduce_gradients", "share_masters"]
+__all__ = [
+    "agree",
+    "broadcast_models",
+    "check_agreement",
+    "check_ddp",
+    "enter_ddp",
+    "reduce_gradients",
+    "reduces_later",
+]
+
+_DDP = nn.parallel.DistributedDataParallel
+_unchecked: weakref.WeakSet[Any] = weakref.WeakSet()  # DDP modules whose optimizers were not compared yet
+_unreduced: weakref.WeakSet[Any] = weakref.WeakSet()  # DDP modules whose last forward pass ran inside no_sync()
 
 
 def agree(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
@@ -35,7 +48,7 @@ def agree(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
     _compare(facts)
 
 
-def check_agreement(optimizer: Any, device: torch.device) -> None:
+def check_agreement(optimizer: Any, device: torch.device, group: Any = None) -> None:
     """Refuse an optimizer that was changed on some ranks only since ``amp.initialize``; one small reduction.
 
     Raises:
@@ -44,10 +57,10 @@ def check_agreement(optimizer: Any, device: torch.device) -> None:
     facts = _facts(optimizer)
     mark = zlib.crc32(repr(facts).encode())
     extremes = torch.tensor([mark, -mark], dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     highest, lowest = extremes.tolist()
     if highest != -lowest:
-        _compare(facts)
+        _compare(facts, group)
 
 
 def _facts(optimizer: Any) -> list[str]:
@@ -62,15 +75,15 @@ def _facts(optimizer: Any) -> list[str]:
     return facts
 
 
-def _compare(facts: list[str]) -> None:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, facts)
+def _compare(facts: list[str], group: Any = None) -> None:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, facts, group=group)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             pairs = zip([*everyone[0], "nothing more"], [*theirs, "nothing more"], strict=False)
             here, there = next((a, b) for a, b in pairs if a != b)
             raise RuntimeError(
-                f"combine_ddp: rank 0 and rank {rank} differ: rank 0 has `{here}`, rank {rank} has `{there}`; make "
+                f"amp: rank 0 and rank {rank} differ: rank 0 has `{here}`, rank {rank} has `{there}`; make "
                 "the same model, optimizer and changes to it on every rank"
             )
 
@@ -89,18 +102,26 @@ def reduce_gradients(flat: FlatTree, active: Sequence[bool], device: torch.devic
     return mean_over()(flat), [bool(on) for on in mask.tolist()]
 
 
-def share_masters(module: nn.Module) -> None:
-    """Give every rank the masters of rank 0, once, when torch's DDP runs the module for the first time.
-
-    DDP itself broadcasts the half parameters only; masters of ranks that started from other weights would differ.
-    """
-    ddp: Any = nn.parallel.DistributedDataParallel._active_ddp_module
-    if ddp is None or getattr(ddp, "_amp_masters_shared", False):
+def enter_ddp() -> None:
+    """Follow torch's DDP, if an initialized module runs inside it: gradients reduced or not, masters shared."""
+    ddp: Any = _DDP._active_ddp_module
+    if ddp is None or not torch.is_grad_enabled():
         return
-    ddp._amp_masters_shared = True
+    if ddp.require_backward_grad_sync:
+        _unreduced.discard(ddp)
+    else:
+        _unreduced.add(ddp)
+    if not ddp.__dict__.get("_amp_entered", False):
+        ddp.__dict__["_amp_entered"] = True
+        _unchecked.add(ddp)
+        _share_masters(ddp)
+
+
+def _share_masters(ddp: Any) -> None:
+    # DDP itself broadcasts the half parameters only; masters of ranks that started from other weights would differ.
     group = ddp.process_group
     source = dist.get_global_rank(group, 0)
-    for parameter in module.parameters():
+    for parameter in ddp.module.parameters():
         slot = slot_of(parameter)
         if slot is not None:
             synchronise(parameter)
@@ -108,3 +129,31 @@ def share_masters(module: nn.Module) -> None:
             dist.broadcast(master, source, group=group)
             slot.touched_master = True
             synchronise(parameter)
+
+
+def check_ddp(optimizers: Sequence[Any]) -> None:
+    """Refuse optimizers that differ between the ranks of torch's DDP; once, when its gradients are about to be used.
+
+    Raises:
+        RuntimeError: ranks differ; on all ranks alike, naming the first difference.
+    """
+    for ddp in list(_unchecked):
+        for optimizer in optimizers:
+            if _trains(optimizer, ddp):
+                _unchecked.discard(ddp)
+                check_agreement(optimizer, next(ddp.module.parameters()).device, ddp.process_group)
+
+
+def reduces_later(optimizers: Sequence[Any]) -> bool:
+    """Tell whether torch's DDP leaves the gradients of this pass to a later one: it ran inside ``no_sync()``."""
+    return any(_trains(optimizer, ddp) for ddp in list(_unreduced) for optimizer in optimizers)
+
+
+def _trains(optimizer: Any, ddp: Any) -> bool:
+    held = {id(parameter) for parameter in ddp.module.parameters()}
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            low = low_of(weight)
+            if id(weight if low is None else low) in held:
+                return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 from npuamp_fn import cast
 from npuamp_fn.apex.amp.distributed import check_agreement, reduce_gradients
 from npuamp_fn.apex.grads import add_all, dense, finite_flags, gather, unscale_all
-from npuamp_fn.apex.masters import low_of
+from npuamp_fn.apex.masters import low_of, set_grad
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer
 from npuamp_fn.apex.storage import Bucket, Waiting
 from npuamp_fn.tree import HALVES
 
-__all__ = ["clear_low_grads", "collect", "prepare", "restore"]
+__all__ = ["clear_low_grads", "collect", "drop", "has_grads", "keep_scaled", "prepare", "restore"]
 
 
 def prepare(optimizer: Any) -> None:
@@ -27,8 +28,19 @@ def prepare(optimizer: Any) -> None:
             if low is not None:
                 low.grad = None  # its accumulated gradient is the master's
             elif weight.grad is not None:
-                kept.append((weight, weight.grad))
+                # A view may lie in a buffer of torch's DDP, which the backward pass will overwrite.
+                kept.append((weight, weight.grad.clone() if weight.grad._is_view() else weight.grad))
                 weight.grad = None
+
+
+def has_grads(optimizer: Any) -> bool:
+    """Tell whether a backward pass left gradients."""
+    for _, weights in optimizer._amp_stash.groups():
+        for weight in weights:
+            low = low_of(weight)
+            if (weight if low is None else low).grad is not None:
+                return True
+    return False
 
 
 def restore(optimizer: Any) -> None:
@@ -43,12 +55,32 @@ def restore(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def collect(optimizer: Any, scale: Any) -> Tensor | None:
+def keep_scaled(stash: Any, scale: Any) -> None:
+    """Leave the gradients scaled, those of earlier passes too: then whoever clears them clears all."""
+    for weight, old in stash.kept:
+        again = old * float(scale.value)
+        weight.grad = again if weight.grad is None else _sum(weight.grad, again)
+    stash.kept = []
+
+
+def drop(optimizer: Any, buckets: Sequence[Bucket] = ()) -> None:
+    """Clear gradients that overflowed, so that no later pass adds to them."""
+    for _, weights in optimizer._amp_stash.groups():
+        for weight in weights:
+            set_grad(weight, None)
+    for bucket in buckets:
+        if bucket.half is not None:
+            bucket.clear_grads()
+
+
+@torch.no_grad()
+def collect(optimizer: Any, scale: Any, taken: set[int] | None = None) -> Tensor | None:
     """Unscale what a backward pass left, and add it to the gradients of earlier passes.
 
     Args:
         optimizer: Initialized.
         scale: The loss scale that the gradients carry.
+        taken: Weights whose gradients were collected for another optimizer of this pass; this one's are added.
 
     Returns:
         shape [], bool: whether the new gradients are finite, all of them; ``None`` if there are none.
@@ -62,11 +94,14 @@ def collect(optimizer: Any, scale: Any) -> Tensor | None:
     buckets = stash.buckets() if combined or fused else []
     if stash.properties.combine_ddp and buckets:
         check_agreement(optimizer, buckets[0].device)
+    taken = set() if taken is None else taken
     for bucket in buckets:
         if combined or bucket.half is not None:
             in_buckets.update(map(id, bucket.weights))
-            flags += _collect_bucket(bucket, scale, stash.properties, fused)
-    weights = [w for _, group in stash.groups() for w in group if id(w) not in in_buckets]
+            flags += _collect_bucket(bucket, scale, stash.properties, fused, taken)
+    taken |= in_buckets
+    weights = [w for _, group in stash.groups() for w in group if id(w) not in taken]
+    taken.update(map(id, weights))
     lows = [low_of(weight) for weight in weights]
     loose = [w.grad for w, low in zip(weights, lows, strict=True) if low is None and w.grad is not None]
     wide = [
@@ -86,10 +121,13 @@ def collect(optimizer: Any, scale: Any) -> Tensor | None:
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 
-def _collect_bucket(bucket: Bucket, scale: Any, properties: Any, deferred: bool) -> list[Tensor]:
+def _collect_bucket(bucket: Bucket, scale: Any, properties: Any, deferred: bool, taken: set[int]) -> list[Tensor]:
     """Give a bucket's weights their new gradients; ``deferred``: half ones may wait for an update that unscales."""
     sources = bucket.sources()
-    found = [None if source is None else source.grad for source in sources]
+    shared = [id(weight) in taken for weight in bucket.weights]
+    for weight in (w for w, known in zip(bucket.weights, shared, strict=True) if known):
+        set_grad(weight, weight.grad)  # computes one that waits in the other optimizer's bucket
+    found = [None if s is None or known else s.grad for s, known in zip(sources, shared, strict=True)]
     fresh = [grad is not None for grad in found]
     if not any(fresh) and not properties.combine_ddp:  # with it, every rank takes part in every reduction
         return []
@@ -112,7 +150,9 @@ def _collect_bucket(bucket: Bucket, scale: Any, properties: Any, deferred: bool)
         if not any(fresh):
             return []
     flags = unscale_all(flat.buffers, scale)
-    old = [weight.grad for weight in bucket.weights] if bucket.half is not None else [None] * len(found)
+    old = [
+        w.grad if bucket.half is not None or known else None for w, known in zip(bucket.weights, shared, strict=True)
+    ]
     bucket.set_grads(
         cast(flat, bucket.dtype), [new or before is not None for new, before in zip(fresh, old, strict=True)]
     )
@@ -146,4 +186,4 @@ def _values(grad: Tensor) -> Tensor:
 def _sum(grad: Tensor, old: Tensor) -> Tensor:
     if grad.layout == torch.strided:
         return grad.detach().add_(dense(old))
-    return grad + old
+    return grad + old if old.layout == grad.layout else dense(grad).add_(old)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from npuamp_fn import cast
 from npuamp_fn.apex.amp._amp_state import _amp_state
-from npuamp_fn.apex.amp.gradients import collect, prepare, restore
+from npuamp_fn.apex.amp.distributed import check_ddp, reduces_later
+from npuamp_fn.apex.amp.gradients import has_grads, keep_scaled, prepare, restore
 from npuamp_fn.apex.amp.optimizer import AmpOptimizer, unwrap
 from npuamp_fn.apex.amp.registry import operation_table
 from npuamp_fn.apex.amp.verbose import cast_report
+from npuamp_fn.apex.amp.windows import Scaled, open_window, settle, unscale
 from npuamp_fn.transforms.op_cast import OpCasts
 
 __all__ = ["last_step_skipped", "scale_loss"]
@@ -31,19 +34,24 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """Scale a loss for its backward pass, and unscale and check the gradients afterwards.
 
+    What a context leaves open (``delay_unscale``, ``delay_overflow_check``) is settled when the next one of the same
+    optimizer closes, or by its step: all gradients are unscaled, each loss scale is adapted once, and after an overflow
+    every optimizer of the contexts that left it open skips one step. A pass inside ``no_sync()`` of torch's DDP counts
+    as ``delay_unscale``, so that the pass which reduces gradients reduces them all.
+
     Args:
         loss: Any shape.
         optimizers: The optimizer, or a list or tuple of those, whose gradients this backward pass makes.
         loss_id: Which of ``num_losses`` loss scales to use.
         model: Not used; scripts pass it.
         delay_unscale: Leave gradients scaled at exit: more backward passes follow before the step.
-        delay_overflow_check: Unscale, but leave the decision about skipping to the next context.
+        delay_overflow_check: Unscale, but leave the decision about skipping to the next context, or to the step.
 
     Yields:
         The scaled loss; call ``.backward()`` on it.
 
     Raises:
-        RuntimeError: ``amp.initialize`` was not called, or not with this optimizer.
+        RuntimeError: ``amp.initialize`` was not called, or not with this optimizer; or another context of it is open.
         TypeError: the loss is no tensor.
         ValueError: no optimizer was given.
         IndexError: there is no loss scale of this number.
@@ -77,35 +85,44 @@ def scale_loss(
             "amp.initialize"
         )
     scaler = scalers[loss_id]
-    state = scaler.state
-    checked = properties.opt_level != "O0"
+    checked = properties.opt_level != "O0" or scaler.dynamic
     if not checked and scaler.loss_scale() == 1.0 and not properties.combine_grad:
         yield cast(loss, torch.float32)
         return
     loss = loss if loss.dtype == torch.float32 else cast(loss, torch.float32)
-    fresh = [optimizer for optimizer in ours if _begin(optimizer, state)]
+    stashes = [optimizer._amp_stash for optimizer in ours]
+    state = _scale_for(stashes, scaler)
+    unreduced = reduces_later(ours)
+    check_ddp(ours)
+    fresh = [optimizer for optimizer in ours if _begin(optimizer, scaler, state)]
+    scaled_loss = state.scale(loss)
+    if scaled_loss is not loss and scaled_loss.requires_grad:
+        scaled_loss.retain_grad()  # it tells whether the backward pass came through here
+    for stash in stashes:
+        stash.open = stash.master_weights or scaled_loss is not loss
     try:
         with _casts_in_backward(properties):
-            yield state.scale(loss)
+            yield scaled_loss
     except BaseException:
-        for optimizer in fresh:
+        for optimizer in reversed(fresh):
             restore(optimizer)
         raise
-    if delay_unscale:
-        for optimizer in ours:
-            optimizer._amp_stash.scaled_by = (scaler, loss_id, state)
+    finally:
+        for stash in stashes:
+            stash.open = False
+    if scaled_loss is not loss and scaled_loss.grad_fn is not None and scaled_loss.grad is None:
+        if any(has_grads(optimizer) for optimizer in fresh):
+            _warn_of_unscaled_backward()
+    if delay_unscale or unreduced:
+        open_window(stashes, scaler, loss_id)
+        for stash in stashes:
+            keep_scaled(stash, state)
+            stash.scaled_by = Scaled(scaler, state, unreduced)
         return
-    flags = [collect(optimizer, state) for optimizer in ours]
-    present = [flag for flag in flags if flag is not None]
-    if not checked or delay_overflow_check or not (present or scaler._has_overflow):
-        if checked:
-            _record(scaler, present)
-        return
-    _record(scaler, present)
-    if scaler.update_scale():
-        for optimizer in ours:
-            if optimizer._amp_stash.skip is None:
-                optimizer._amp_stash.skip = (loss_id, scaler)
+    flags = unscale(stashes, state)
+    open_window(stashes, scaler, loss_id).flags += flags
+    if not delay_overflow_check:
+        settle(stashes)
 
 
 def last_step_skipped(optimizer: Any) -> bool:
@@ -151,23 +168,46 @@ def _casts_in_backward(properties: Any) -> Any:
     return OpCasts(operation_table(), low, backward_only=True, report=cast_report())
 
 
-def _begin(optimizer: Any, state: Any) -> bool:
+def _scale_for(stashes: list[Any], scaler: Any) -> Any:
+    """Return the scale to use: the scaler's, or that of gradients which only this backward pass will reduce."""
+    for stash in stashes:
+        if stash.open:
+            raise RuntimeError(
+                "scale_loss: a `with amp.scale_loss(...)` block of the same optimizer is open; gradients of two loss "
+                "scales cannot be told apart. Put one block after the other (their gradients add up), or add the "
+                "losses: `with amp.scale_loss(loss_a + loss_b, optimizer) as scaled_loss: scaled_loss.backward()`."
+            )
+    waiting = [s.scaled_by.state for s in stashes if s.scaled_by is not None and s.scaled_by.unreduced]
+    if not waiting:
+        return scaler.state
+    if any(float(state.value) != float(waiting[0].value) for state in waiting):
+        raise RuntimeError(
+            "scale_loss: these optimizers hold gradients of no_sync() passes with different loss scales "
+            f"{[float(state.value) for state in waiting]}; use one loss_id for them, or a static loss scale"
+        )
+    return waiting[0]
+
+
+def _begin(optimizer: Any, scaler: Any, state: Any) -> bool:
     """Make way for a backward pass; False if earlier gradients, scaled alike, wait for it to add to them."""
-    optimizer._amp_stash.used = True
-    pending = optimizer._amp_stash.scaled_by
-    if pending is not None:
-        if float(pending[2].value) == float(state.value):
+    stash = optimizer._amp_stash
+    stash.used = True
+    scaled = stash.scaled_by
+    if scaled is not None:
+        if scaled.unreduced or (scaled.scaler is scaler and float(scaled.state.value) == float(state.value)):
             return False
-        pending[0].record(collect(optimizer, pending[2]))
+        unscale([stash])
     prepare(optimizer)
     return True
 
 
-def _record(scaler: Any, flags: list[Tensor]) -> None:
-    if len(flags) > 1:
-        flags = [torch.stack([flag.to(flags[0].device) for flag in flags]).all()]
-    for flag in flags:
-        scaler.record(flag)
+def _warn_of_unscaled_backward() -> None:
+    warnings.warn(
+        "scale_loss: the backward pass did not start from the scaled loss, so these gradients were divided by the loss "
+        "scale without having been multiplied. Write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+        "scaled_loss.backward()`, not loss.backward().",
+        stacklevel=4,
+    )
 
 
 def _settings(optimizers: list[Any]) -> tuple[Any, Any]:

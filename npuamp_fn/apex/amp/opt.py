@@ -11,7 +11,7 @@ from torch import Tensor
 
 from npuamp_fn import cast
 from npuamp_fn.apex.amp._amp_state import maybe_print
-from npuamp_fn.apex.amp.gradients import collect, prepare, restore
+from npuamp_fn.apex.amp.gradients import collect, drop, prepare, restore
 from npuamp_fn.apex.amp.optimizer import AmpOptimizer, unwrap
 from npuamp_fn.apex.amp.properties import Properties
 from npuamp_fn.apex.amp.scaler import LossScaler
@@ -122,6 +122,7 @@ class OptimWrapper:
         if self._amp_stash.last_step_skipped:
             unwrap(self._optimizer)._opt_called = True  # what schedulers look for
             maybe_print("Gradient overflow, skipping update")
+            drop(self)
             return None
         with self._amp_handle._disable_casts():
             return self._optimizer.step()

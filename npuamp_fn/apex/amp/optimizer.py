@@ -13,9 +13,10 @@ from torch import Tensor
 from npuamp_fn import cast
 from npuamp_fn.apex.amp._amp_state import _amp_state, maybe_print
 from npuamp_fn.apex.amp.combined import CombinedTensors
-from npuamp_fn.apex.amp.gradients import clear_low_grads, collect
+from npuamp_fn.apex.amp.gradients import clear_low_grads, drop
 from npuamp_fn.apex.amp.stash import Stash
 from npuamp_fn.apex.amp.switch import original_class, reduce_as_original
+from npuamp_fn.apex.amp.windows import settle
 from npuamp_fn.apex.masters import HALVES, LowParameter, as_master, link, low_of, synchronise
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer, load_keeping_groups
 from npuamp_fn.apex.storage import Bucket
@@ -40,14 +41,24 @@ class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
         Returns:
             What the optimizer's step returned; after a skip the closure's loss, or ``None``.
         """
-        self._opt_called = True  # what schedulers look for
         stash = self._amp_stash
+        if stash.open:
+            raise RuntimeError(
+                f"{type(self).__name__}.step was called inside `with amp.scale_loss(...)`, where gradients are scaled "
+                "still; dedent it: `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, and "
+                "optimizer.step() after the block"
+            )
+        self._opt_called = True  # what schedulers look for
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         else:
             loss = None
-        _flush(self)
+        settle([stash])
+        for weight, grad in stash.shared.items():
+            if weight.grad is None:
+                weight.grad = grad
+        stash.shared = {}
         if stash.skip is not None:
             _skip(self)
             return loss
@@ -75,6 +86,7 @@ class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
                 _push(bucket)
             if bucket.half is not None:
                 bucket.clear_grads()
+        stash.used = False
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  (the optimizer's own step runs the step hooks)
@@ -89,7 +101,7 @@ class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
                 bucket.clear_grads()
         super().zero_grad(*args, **kwargs)
         clear_low_grads(self, set_to_none)
-        stash.scaled_by, stash.kept = None, []
+        stash.scaled_by, stash.kept, stash.shared = None, [], {}
         if set_to_none:
             for bucket in _live_buckets(self):
                 bucket.grads, bucket.grad_views = None, []
@@ -150,7 +162,7 @@ class _Again:
         for bucket in self._buckets:
             _push(bucket)
         loss = self._closure()
-        _flush(self._optimizer)
+        settle([self._optimizer._amp_stash])
         if self._optimizer._amp_stash.skip is not None:
             raise RuntimeError(
                 "amp: gradients overflowed in a repeated evaluation of the closure, in the middle of "
@@ -246,26 +258,13 @@ def _with_master(item: Any) -> Any:
     return as_master(item) if isinstance(item, LowParameter) and item.requires_grad else item
 
 
-def _flush(optimizer: AmpOptimizer) -> None:
-    """Unscale gradients that ``delay_unscale`` left scaled, if the last context did not."""
-    stash = optimizer._amp_stash
-    if stash.scaled_by is None:
-        return
-    scaler, loss_id, state = stash.scaled_by
-    scaler.record(collect(optimizer, state))
-    if scaler.update_scale():
-        stash.skip = (loss_id, scaler)
-
-
 def _skip(optimizer: AmpOptimizer) -> None:
     stash = optimizer._amp_stash
     loss_id, scaler = stash.skip  # type: ignore[misc]
     change = "reducing loss scale to" if scaler.dynamic else "keeping static loss scale"
     maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change} {scaler.loss_scale()}")
-    stash.skip, stash.last_step_skipped = None, True
-    for bucket in _live_buckets(optimizer):
-        if bucket.half is not None:
-            bucket.clear_grads()
+    stash.skip, stash.last_step_skipped, stash.used = None, True, False
+    drop(optimizer, _live_buckets(optimizer))
 
 
 def _live_buckets(optimizer: AmpOptimizer) -> list[Bucket]:
@@ -279,12 +278,12 @@ def _push(bucket: Bucket) -> None:
 
 def _warn_of_bare_backward(buckets: list[Bucket]) -> None:
     for bucket in buckets:
-        lows = bucket.lows() if bucket.low is not None else []
-        if any(low is not None and low.grad is not None for low in lows):
+        lows = [] if bucket.low is None or bucket.has_grads() else bucket.lows()
+        if any(low is not None and low.dtype == bucket.half and low.grad is not None for low in lows):
             warnings.warn(
-                "optimizer.step: the half parameters have gradients, but no backward pass ran inside amp.scale_loss, "
-                "so their masters have none and nothing is updated. Write `with amp.scale_loss(loss, optimizer) as "
-                "scaled_loss: scaled_loss.backward()`.",
+                "optimizer.step: the half parameters have gradients, but since the last step no backward pass ran "
+                "inside amp.scale_loss, so their masters have none and nothing is updated. Write `with "
+                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`.",
                 stacklevel=4,
             )
             return

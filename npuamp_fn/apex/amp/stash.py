@@ -49,14 +49,17 @@ class Stash:
     main_fp32_param_combine = main_fp32_from_fp32_param_combine
 
     def __init__(self, optimizer: torch.optim.Optimizer, properties: Any, scalers: list[Any]) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
         self.properties = properties
         self.scalers = scalers
-        self.scaled_by: Any = None  # the loss scale that model gradients still carry (delay_unscale)
+        self.scaled_by: Any = None  # the loss scale that model gradients still carry (delay_unscale, no_sync)
+        self.windows: list[Any] = []  # decisions about skipping that are still open
+        self.open = False  # whether a scale_loss block of this optimizer is open
         self.kept: list[tuple[Tensor, Tensor]] = []  # gradients of earlier contexts, out of the way of backward
+        self.shared: dict[Tensor, Tensor | None] = {}  # gradients of masters that other optimizers hold too
         self.skip: tuple[int, Any] | None = None  # loss id and scaler of the overflow that the next step skips
         self.last_step_skipped = False
-        self.used = False  # whether a backward pass ran inside scale_loss
+        self.used = False  # whether a backward pass ran inside scale_loss since the last step
         self.storage = Storage()
 
     @property
@@ -72,7 +75,7 @@ class Stash:
     @property
     def already_combined(self) -> bool:
         """Whether gradients lie in flat buffers."""
-        return bool(self.properties.combine_grad) or isinstance(self._optimizer(), FusedOptimizer)
+        return bool(self.properties.combine_grad) or isinstance(self.optimizer(), FusedOptimizer)
 
     @property
     def process_zero_grad(self) -> bool:
@@ -87,7 +90,7 @@ class Stash:
 
     def groups(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Return the weights of every group."""
-        optimizer: Any = self._optimizer()
+        optimizer: Any = self.optimizer()
         return ((index, group["params"]) for index, group in enumerate(optimizer.param_groups))
 
     @property
@@ -130,7 +133,7 @@ class Stash:
     def buckets(self) -> list[Bucket]:
         """Return the flat buffers: of masters always, of all weights where gradients are combined."""
         self.adopt_unfrozen()
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if isinstance(optimizer, FusedOptimizer):
             return optimizer.buckets()
         weights = (weights for _, weights in self.groups())
@@ -144,7 +147,7 @@ class Stash:
         """Put masters in the places of half parameters that came into the optimizer, or became trainable, since."""
         if not self.master_weights:
             return
-        optimizer: Any = self._optimizer()
+        optimizer: Any = self.optimizer()
         for _, weights in self.groups():
             for i, weight in enumerate(weights):
                 if not isinstance(weight, MasterParameter) and weight.requires_grad and weight.dtype in HALVES:

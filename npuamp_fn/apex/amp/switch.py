@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from npuamp_fn.apex.amp.distributed import share_masters
+from npuamp_fn.apex.amp.distributed import enter_ddp
 from npuamp_fn.apex.amp.inputs import cast_values
 from npuamp_fn.apex.amp.registry import MIXED_OPS, operation_table
 from npuamp_fn.apex.amp.verbose import cast_report
@@ -148,8 +148,7 @@ def scoped(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     """Call a module's function inside its scope."""
     scope = module.__dict__.get("_amp_scope")
     if not torch.compiler.is_compiling():
-        if scope is not None and scope.wanted in HALVES:
-            share_masters(module)
+        enter_ddp()
         for parameter in module._parameters.values():
             if parameter is not None:
                 synchronise(parameter)
