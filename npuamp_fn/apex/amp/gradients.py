@@ -185,5 +185,5 @@ def _values(grad: Tensor) -> Tensor:
 
 def _sum(grad: Tensor, old: Tensor) -> Tensor:
     if grad.layout == torch.strided:
-        return grad.detach().add_(dense(old))
+        return (grad.detach() if grad.requires_grad else grad).add_(dense(old))  # views must stay recognisable
     return grad + old if old.layout == grad.layout else dense(grad).add_(old)

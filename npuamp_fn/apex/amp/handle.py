@@ -110,9 +110,9 @@ def scale_loss(
     finally:
         for stash in stashes:
             stash.open = False
-    if scaled_loss is not loss and scaled_loss.grad_fn is not None and scaled_loss.grad is None:
-        if any(has_grads(optimizer) for optimizer in fresh):
-            _warn_of_unscaled_backward()
+    watched = scaled_loss is not loss and scaled_loss.grad_fn is not None
+    if watched and scaled_loss.grad is None and any(has_grads(optimizer) for optimizer in fresh):
+        _warn_of_unscaled_backward()
     if delay_unscale or unreduced:
         open_window(stashes, scaler, loss_id)
         for stash in stashes:

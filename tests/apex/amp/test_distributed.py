@@ -1,5 +1,6 @@
-"""Two gloo processes: combine_ddp alone, and masters under torch's DistributedDataParallel."""
+"""Two gloo processes: combine_ddp alone, and amp under torch's DistributedDataParallel."""
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -147,7 +148,139 @@ def torch_ddp_gives_every_rank_the_same_masters(rank):
         assert_ranks_agree(*model.parameters(), *amp.master_params(optimizer))
 
 
+X = torch.arange(24.0).reshape(2, 3, 4) / 10  # rank, micro-batch
+
+
+def ddp_mean_gradient():
+    """The gradient of the mean over ranks of the sum over micro-batches, without amp and without DDP."""
+    torch.manual_seed(0)
+    reference = nn.Linear(4, 2)
+    (sum(reference(X[rank, i : i + 1]).square().mean() for rank in range(2) for i in range(3)) / 2).backward()
+    return reference.weight.grad
+
+
+def small_ddp(level, made=torch.optim.SGD, combine=None, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = made(model.parameters(), lr=0.1)
+    options = {"loss_scale": None if level == "O0" else 128.0, **options}
+    amp.initialize(model, optimizer, opt_level=level, combine_grad=combine, verbosity=0, **options)
+    return model, optimizer
+
+
+def pass_over(wrapped, optimizer, rank, i, **options):
+    with amp.scale_loss(wrapped(X[rank, i : i + 1]).square().mean(), optimizer, **options) as scaled:
+        scaled.backward()
+
+
+def ddp_accumulation_equals_the_mean_with_bucket_views_and_no_sync(rank):
+    expected = ddp_mean_gradient()
+    for level in ("O0", "O1", "O2"):
+        for made in (torch.optim.SGD, optimizers.NpuFusedSGD):
+            for combine in (None,) if level == "O0" else (None, True):
+                for views in (False, True):
+                    for local in ((), (0,), (1,), (0, 1)):  # passes inside no_sync(); 2 is always reduced
+                        model, optimizer = small_ddp(level, made, combine)
+                        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
+                        for i in range(3):
+                            with wrapped.no_sync() if i in local else contextlib.nullcontext():
+                                pass_over(wrapped, optimizer, rank, i)
+                        grad = next(amp.master_params(optimizer)).grad
+                        assert grad.dtype == torch.float32
+                        torch.testing.assert_close(grad, expected, rtol=2e-3, atol=2e-3)
+                        assert_ranks_agree(grad)
+
+
+def ddp_gradients_zeroed_in_place_do_not_come_back_from_bucket_views(rank):
+    for level in ("O1", "O2"):
+        model, optimizer = small_ddp(level)
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        grads = []
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            pass_over(wrapped, optimizer, rank, 0)
+            grads.append(next(amp.master_params(optimizer)).grad.clone())
+        assert torch.equal(grads[0], grads[1])
+        assert torch.equal(grads[0], grads[2])
+
+
+def ddp_no_sync_with_two_losses_is_reduced_and_blames_both(rank):
+    model, optimizer = small_ddp("O1", num_losses=2, loss_scale="dynamic", dynamic_init_scale=128.0)
+    _amp_state.loss_scalers[1]._loss_scale = 64.0
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for poison in (1.0, float("inf")):
+        optimizer.zero_grad()
+        with wrapped.no_sync():
+            loss = wrapped(X[rank, :1]).square().mean() * (poison if rank else 1.0)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        pass_over(wrapped, optimizer, rank, 1, loss_id=1)
+        if poison == 1.0:
+            pass_over(wrapped, optimizer, rank, 2)
+            torch.testing.assert_close(model.weight.grad, ddp_mean_gradient(), rtol=2e-3, atol=2e-3)
+    optimizer.step()
+    assert amp.last_step_skipped(optimizer)
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [64.0, 32.0]
+
+
+def ddp_no_sync_overflow_on_one_rank_is_skipped_by_both(rank):
+    for level in ("O1", "O2"):
+        model, optimizer = small_ddp(level, loss_scale="dynamic", dynamic_init_scale=128.0)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with wrapped.no_sync():
+            loss = wrapped(torch.ones(1, 4)).square().mean() * (float("inf") if rank else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled:  # what counts is where the forward pass ran
+            scaled.backward()
+        assert optimizer._amp_stash.params_have_scaled_gradients
+        pass_over(wrapped, optimizer, rank, 1)
+        optimizer.step()
+        assert amp.last_step_skipped(optimizer)
+        assert _amp_state.loss_scalers[0].loss_scale() == 64.0
+        assert_ranks_agree(*amp.master_params(optimizer))
+
+
+def no_sync_of_one_model_leaves_other_optimizers_alone(rank):
+    model, optimizer = small_ddp("O1")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with wrapped.no_sync():
+        pass_over(wrapped, optimizer, rank, 0)
+    other, its_own = small_ddp("O1")
+    pass_over(other, its_own, rank, 0)
+    assert not its_own._amp_stash.params_have_scaled_gradients
+
+
+def an_optimizer_changed_on_one_rank_is_caught_under_torch_ddp(rank):
+    for level in ("O1", "O2"):
+        model, optimizer = small_ddp(level)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        if rank == 0:
+            optimizer.param_groups[0]["lr"] = 1.0
+        with pytest.raises(RuntimeError, match=r"rank 0 and rank 1 differ: rank 0 has `group 0: lr=1.0`"):
+            pass_over(wrapped, optimizer, rank, 0)
+
+
+def torch_ddp_around_sub_modules_gives_every_rank_the_same_masters(rank):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    first = nn.parallel.DistributedDataParallel(model[0])
+    rest = nn.parallel.DistributedDataParallel(nn.Sequential(*model[1]))  # a container of its own
+    for i in range(2):
+        optimizer.zero_grad()
+        pass_over(lambda x: rest(first(x.half())).float(), optimizer, rank, i)
+        optimizer.step()
+    assert_ranks_agree(*amp.master_params(optimizer))
+
+
 CASES = [
+    ddp_accumulation_equals_the_mean_with_bucket_views_and_no_sync,
+    ddp_gradients_zeroed_in_place_do_not_come_back_from_bucket_views,
+    ddp_no_sync_with_two_losses_is_reduced_and_blames_both,
+    ddp_no_sync_overflow_on_one_rank_is_skipped_by_both,
+    no_sync_of_one_model_leaves_other_optimizers_alone,
+    an_optimizer_changed_on_one_rank_is_caught_under_torch_ddp,
+    torch_ddp_around_sub_modules_gives_every_rank_the_same_masters,
     combine_ddp_keeps_ranks_equal_and_equals_the_mean,
     an_overflow_on_one_rank_is_skipped_by_both,
     parameters_unused_on_one_rank_do_not_hang,
