@@ -137,6 +137,8 @@ def check_ddp(optimizers: Sequence[Any]) -> None:
     Raises:
         RuntimeError: ranks differ; on all ranks alike, naming the first difference.
     """
+    if not _unchecked:
+        return
     for ddp in list(_unchecked):
         for optimizer in optimizers:
             if _trains(optimizer, ddp):
@@ -146,6 +148,8 @@ def check_ddp(optimizers: Sequence[Any]) -> None:
 
 def reduces_later(optimizers: Sequence[Any]) -> bool:
     """Tell whether torch's DDP leaves the gradients of this pass to a later one: it ran inside ``no_sync()``."""
+    if not _unreduced:
+        return False
     return any(_trains(optimizer, ddp) for ddp in list(_unreduced) for optimizer in optimizers)
 
 
