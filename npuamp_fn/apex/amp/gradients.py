@@ -94,14 +94,16 @@ def collect(optimizer: Any, scale: Any, taken: set[int] | None = None) -> Tensor
     buckets = stash.buckets() if combined or fused else []
     if stash.properties.combine_ddp and buckets:
         check_agreement(optimizer, buckets[0].device)
-    taken = set() if taken is None else taken
+    known = taken or set()
     for bucket in buckets:
         if combined or bucket.half is not None:
             in_buckets.update(map(id, bucket.weights))
-            flags += _collect_bucket(bucket, scale, stash.properties, fused, taken)
-    taken |= in_buckets
-    weights = [w for _, group in stash.groups() for w in group if id(w) not in taken]
-    taken.update(map(id, weights))
+            flags += _collect_bucket(bucket, scale, stash.properties, fused, known)
+    in_buckets |= known
+    weights = [w for _, group in stash.groups() for w in group if id(w) not in in_buckets]
+    if taken is not None:
+        taken |= in_buckets
+        taken.update(map(id, weights))
     lows = [low_of(weight) for weight in weights]
     loose = [w.grad for w, low in zip(weights, lows, strict=True) if low is None and w.grad is not None]
     wide = [
@@ -124,10 +126,12 @@ def collect(optimizer: Any, scale: Any, taken: set[int] | None = None) -> Tensor
 def _collect_bucket(bucket: Bucket, scale: Any, properties: Any, deferred: bool, taken: set[int]) -> list[Tensor]:
     """Give a bucket's weights their new gradients; ``deferred``: half ones may wait for an update that unscales."""
     sources = bucket.sources()
-    shared = [id(weight) in taken for weight in bucket.weights]
-    for weight in (w for w, known in zip(bucket.weights, shared, strict=True) if known):
-        set_grad(weight, weight.grad)  # computes one that waits in the other optimizer's bucket
-    found = [None if s is None or known else s.grad for s, known in zip(sources, shared, strict=True)]
+    found = [None if source is None else source.grad for source in sources]
+    shared = [id(weight) in taken for weight in bucket.weights] if taken else [False] * len(found)
+    for i, weight in enumerate(bucket.weights if taken else ()):
+        if shared[i]:
+            found[i] = None
+            set_grad(weight, weight.grad)  # computes one that waits in the other optimizer's bucket
     fresh = [grad is not None for grad in found]
     if not any(fresh) and not properties.combine_ddp:  # with it, every rank takes part in every reduction
         return []

@@ -17,7 +17,7 @@ from npuamp_fn.apex.amp.gradients import has_grads, keep_scaled, prepare, restor
 from npuamp_fn.apex.amp.optimizer import AmpOptimizer, unwrap
 from npuamp_fn.apex.amp.registry import operation_table
 from npuamp_fn.apex.amp.verbose import cast_report
-from npuamp_fn.apex.amp.windows import Scaled, open_window, settle, unscale
+from npuamp_fn.apex.amp.windows import Scaled, Window, open_window, settle, unscale
 from npuamp_fn.transforms.op_cast import OpCasts
 
 __all__ = ["last_step_skipped", "scale_loss"]
@@ -96,7 +96,8 @@ def scale_loss(
     check_ddp(ours)
     fresh = [optimizer for optimizer in ours if _begin(optimizer, scaler, state)]
     scaled_loss = state.scale(loss)
-    if scaled_loss is not loss and scaled_loss.requires_grad:
+    watched = scaled_loss is not loss and scaled_loss.requires_grad and not all(s.through_scaled for s in stashes)
+    if watched:
         scaled_loss.retain_grad()  # it tells whether the backward pass came through here
     for stash in stashes:
         stash.open = stash.master_weights or scaled_loss is not loss
@@ -110,9 +111,12 @@ def scale_loss(
     finally:
         for stash in stashes:
             stash.open = False
-    watched = scaled_loss is not loss and scaled_loss.grad_fn is not None
-    if watched and scaled_loss.grad is None and any(has_grads(optimizer) for optimizer in fresh):
-        _warn_of_unscaled_backward()
+    if watched:
+        through = scaled_loss.grad is not None
+        if not through and any(has_grads(optimizer) for optimizer in fresh):
+            _warn_of_unscaled_backward()
+        for stash in stashes:
+            stash.through_scaled = through
     if delay_unscale or unreduced:
         open_window(stashes, scaler, loss_id)
         for stash in stashes:
@@ -120,6 +124,9 @@ def scale_loss(
             stash.scaled_by = Scaled(scaler, state, unreduced)
         return
     flags = unscale(stashes, state)
+    if not delay_overflow_check and not any(stash.windows for stash in stashes):  # the usual case
+        Window(scaler, loss_id, stashes, flags).decide()
+        return
     open_window(stashes, scaler, loss_id).flags += flags
     if not delay_overflow_check:
         settle(stashes)

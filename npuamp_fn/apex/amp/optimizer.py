@@ -54,11 +54,13 @@ class AmpOptimizer(CombinedTensors, torch.optim.Optimizer):
                 loss = closure()
         else:
             loss = None
-        settle([stash])
-        for weight, grad in stash.shared.items():
-            if weight.grad is None:
-                weight.grad = grad
-        stash.shared = {}
+        if stash.windows:
+            settle([stash])
+        if stash.shared:
+            for weight, grad in stash.shared.items():
+                if weight.grad is None:
+                    weight.grad = grad
+            stash.shared = {}
         if stash.skip is not None:
             _skip(self)
             return loss

@@ -54,6 +54,7 @@ class Stash:
         self.scalers = scalers
         self.scaled_by: Any = None  # the loss scale that model gradients still carry (delay_unscale, no_sync)
         self.windows: list[Any] = []  # decisions about skipping that are still open
+        self.through_scaled = False  # whether a backward pass was seen to start from the scaled loss
         self.open = False  # whether a scale_loss block of this optimizer is open
         self.kept: list[tuple[Tensor, Tensor]] = []  # gradients of earlier contexts, out of the way of backward
         self.shared: dict[Tensor, Tensor | None] = {}  # gradients of masters that other optimizers hold too

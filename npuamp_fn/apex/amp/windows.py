@@ -24,17 +24,14 @@ class Scaled(NamedTuple):
 class Window:
     """One decision to come: a loss scale, the optimizers it concerns, and whether their gradients were finite."""
 
-    def __init__(self, scaler: Any, loss_id: int, stashes: list[Any], checked: bool) -> None:
-        self.scaler, self.loss_id, self.stashes, self.checked = scaler, loss_id, stashes, checked
-        self.flags: list[Tensor] = []
+    def __init__(self, scaler: Any, loss_id: int, stashes: list[Any], flags: list[Tensor]) -> None:
+        self.scaler, self.loss_id, self.stashes, self.flags = scaler, loss_id, stashes, flags
 
     def decide(self) -> None:
         """Adapt the loss scale, once, and have all optimizers skip their next step after an overflow."""
-        for stash in self.stashes:
-            stash.windows.remove(self)
-        if not self.checked or not self.flags:
-            return
         flags = self.flags
+        if not flags or (not self.scaler.dynamic and self.stashes[0].properties.opt_level == "O0"):
+            return
         self.scaler.record(flags[0] if len(flags) == 1 else torch.stack([f.to(flags[0].device) for f in flags]).all())
         if self.scaler.update_scale():
             for stash in self.stashes:
@@ -44,8 +41,7 @@ class Window:
 
 def open_window(stashes: list[Any], scaler: Any, loss_id: int) -> Window:
     """Return the window of these optimizers for a loss scale; what earlier contexts left open for it goes in."""
-    checked = stashes[0].properties.opt_level != "O0" or scaler.dynamic
-    window = Window(scaler, loss_id, list(stashes), checked)
+    window = Window(scaler, loss_id, list(stashes), [])
     for earlier in {w: None for stash in stashes for w in stash.windows if w.scaler is scaler}:
         window.flags += earlier.flags
         for stash in earlier.stashes:
@@ -68,7 +64,7 @@ def unscale(stashes: Sequence[Any], state: Any = None) -> list[Tensor]:
         Flags of shape [], bool.
     """
     flags = []
-    taken: set[int] = set()
+    taken: set[int] | None = set() if len(stashes) > 1 else None
     for stash in stashes:
         optimizer, scaled = stash.optimizer(), stash.scaled_by
         if optimizer is None or (state is None and scaled is None):
@@ -103,4 +99,6 @@ def settle(stashes: Iterable[Any]) -> None:
     """Decide everything that contexts left open about these optimizers."""
     for window in {w: None for stash in stashes for w in stash.windows}:
         unscale([s for s in window.stashes if s.scaled_by is not None and s.scaled_by.scaler is window.scaler])
+        for stash in window.stashes:
+            stash.windows.remove(window)
         window.decide()
