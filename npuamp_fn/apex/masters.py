@@ -7,7 +7,8 @@ over its master, element by element, where it differs from the rounded master.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 
+_torch: Any = torch._C
 _data: Any = torch.Tensor.data  # the descriptors that the classes below override
 _grad: Any = torch.Tensor.grad
 
@@ -234,7 +236,7 @@ def synchronise(parameter: Any) -> None:
     low_edited = slot.touched_low or parameter._version != slot.seen_low
     if not low_edited and not slot.touched_master and master._version == slot.seen_master:
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), _untraced():
         low = parameter.detach()
         if low.dtype in HALVES:
             if low_edited:
@@ -243,6 +245,17 @@ def synchronise(parameter: Any) -> None:
             low.copy_(master)
     slot.touched_low = slot.touched_master = False
     _mark(parameter)
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    # What torch.jit.trace records would be done again in every call of what it traces.
+    state = _torch._get_tracing_state()
+    _torch._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        _torch._set_tracing_state(state)
 
 
 def mark_synchronised(lows: Iterable[Tensor]) -> None:

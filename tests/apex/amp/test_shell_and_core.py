@@ -106,6 +106,17 @@ def test_compile_trace_export_and_functional_call(level):
     torch.testing.assert_close(each, model(x), rtol=1e-2, atol=1e-3)
 
 
+def test_tracing_right_after_an_edit_raised_about_a_constant_that_requires_grad():
+    model = make_net()
+    model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    model.eval()
+    first = next(model.parameters())
+    first.data.mul_(2.0)
+    traced = torch.jit.trace(model, batch(0))
+    assert torch.equal(traced(batch(1)), model(batch(1)))
+    assert not any(node.kind().endswith("_") for node in traced.inlined_graph.nodes()), "writes would be repeated"
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_scripted_module_is_refused_with_advice(level):
     scripted = torch.jit.script(make_net())
