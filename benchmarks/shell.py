@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.tail import Given
+from benchmarks.tail import functional_tail
 from benchmarks.timing import Bar, Finding, Run, Setup, compare
 from benchmarks.update import ADAMW
 from benchmarks.work import OurState, gradients, weights
-from npuamp_fn import DynamicLossScale, optim, with_loss_scaling
+from npuamp_fn import DynamicLossScale, optim
 from npuamp_fn.apex import amp
 from npuamp_fn.apex.optimizers import NpuFusedAdamW
 
@@ -95,12 +95,4 @@ def _shell_tail(setup: Setup) -> Callable[[], None]:
 
 def _functional_tail(setup: Setup) -> Callable[[], None]:
     ours = OurState(setup, optim.adamw(**ADAMW), torch.float16)
-    grad_fn, loss_scale = with_loss_scaling(Given(ours.grads)), DynamicLossScale.create()
-
-    def step() -> None:
-        nonlocal loss_scale
-        out = grad_fn(loss_scale)
-        ours.step(out)
-        loss_scale = out.loss_scale
-
-    return step
+    return functional_tail(ours, DynamicLossScale.create(), defer_unscale=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from benchmarks.work import OurState, gradients, parameters
 from npuamp_fn import DynamicLossScale, flatten, optim, with_loss_scaling
 from npuamp_fn.kernels import reduce
 
-__all__ = ["Given", "norm_and_finite", "tail"]
+__all__ = ["functional_tail", "norm_and_finite", "tail"]
 
 MAX_NORM = 1.0
 
@@ -50,7 +51,7 @@ def norm_and_finite(setup: Setup) -> list[Finding]:
     return findings
 
 
-class Given:
+class _Given:
     """A gradient function that has its gradients already: only what comes after them is timed."""
 
     def __init__(self, grads: Any) -> None:
@@ -62,8 +63,12 @@ class Given:
 
 def _our_tail(setup: Setup, half: torch.dtype | None) -> Any:
     ours = OurState(setup, optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(**ADAMW)), half)
-    grad_fn = with_loss_scaling(Given(ours.grads), defer_unscale=True)
-    loss_scale = DynamicLossScale.create(1.0, growth_interval=10**6)
+    return functional_tail(ours, DynamicLossScale.create(1.0, growth_interval=10**6), defer_unscale=True)
+
+
+def functional_tail(ours: OurState, loss_scale: DynamicLossScale, defer_unscale: bool) -> Callable[[], None]:
+    """Return what follows a backward pass in functional code: finite test, loss scale, update."""
+    grad_fn = with_loss_scaling(_Given(ours.grads), defer_unscale=defer_unscale)
 
     def step() -> None:
         nonlocal loss_scale

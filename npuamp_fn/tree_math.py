@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from npuamp_fn.tree import (
     tree_unflatten,
 )
 
-__all__ = ["all_finite", "check_flag", "global_norm", "is_complex", "multiply", "to_float32", "tree_where"]
+__all__ = ["all_finite", "all_true", "check_flag", "global_norm", "is_complex", "multiply", "to_float32", "tree_where"]
 
 _TINY = 2.0**-96
 
@@ -58,6 +59,16 @@ def all_finite(tree: Any, factor: Tensor | None = None) -> Tensor:
         extremes = [value.to(wide) for value in extremes]
     values = torch.stack([value.to(device) for value in extremes]).to(wide)
     return torch.isfinite(values if factor is None else values * factor.to(device)).all()
+
+
+def all_true(flags: Sequence[Tensor]) -> Tensor:
+    """Return whether all flags of shape [] are true, wherever they lie: one flag, on the device of the first.
+
+    >>> all_true([torch.tensor(True), torch.tensor(False)])
+    tensor(False)
+    """
+    first = flags[0]
+    return first if len(flags) == 1 else torch.stack([flag.to(first.device) for flag in flags]).all()
 
 
 def tree_where(pred: Tensor, a: Any, b: Any) -> Any:

@@ -37,8 +37,7 @@ def finite_and_norm(tree: Any, factor: Tensor | None = None) -> tuple[Tensor, Te
     norms = _norms(tree, factor)
     if norms is None:
         return tree_math.all_finite(tree, factor), None
-    flags = [finite for _, finite in norms]
-    return flags[0] if len(flags) == 1 else torch.stack([f.to(flags[0].device) for f in flags]).all(), _total(norms)
+    return tree_math.all_true([finite for _, finite in norms]), _total(norms)
 
 
 def _total(norms: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -15,6 +15,7 @@ from npuamp_fn.apex.masters import low_of, set_grad
 from npuamp_fn.apex.optimizers.fused import FusedOptimizer
 from npuamp_fn.apex.storage import Bucket, Waiting
 from npuamp_fn.tree import HALVES
+from npuamp_fn.tree_math import all_true
 
 __all__ = ["clear_low_grads", "collect", "drop", "has_grads", "keep_scaled", "prepare", "restore"]
 
@@ -118,9 +119,7 @@ def collect(optimizer: Any, scale: Any, taken: set[int] | None = None) -> Tensor
     for weight, old in stash.kept:
         weight.grad = old if weight.grad is None else _sum(weight.grad, old)
     stash.kept, stash.scaled_by = [], None
-    if not flags:
-        return None
-    return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+    return all_true(flags) if flags else None
 
 
 def _collect_bucket(bucket: Bucket, scale: Any, properties: Any, deferred: bool, taken: set[int]) -> list[Tensor]:

@@ -31,10 +31,6 @@ def _combined(read: Any, of_masters: bool, doc: str) -> Any:
     return property(get, doc=doc)
 
 
-def _flat(bucket: Bucket) -> Tensor:
-    return bucket.flat.buffers[0]  # type: ignore[return-value]
-
-
 class Stash:
     """What amp keeps for one optimizer; the public names are those scripts read from ``optimizer._amp_stash``."""
 
@@ -44,8 +40,10 @@ class Stash:
     main_fp32_from_fp16_grad_combine = _combined(flat_grads, True, "The flat gradients of masters.")
     main_fp32_from_fp32_grad_combine = _combined(flat_grads, False, "The flat gradients of other parameters.")
     main_fp32_grad_combine = main_fp32_from_fp32_grad_combine
-    main_fp32_from_fp16_param_combine = _combined(_flat, True, "The flat masters.")
-    main_fp32_from_fp32_param_combine = _combined(_flat, False, "The flat parameters that are no masters.")
+    main_fp32_from_fp16_param_combine = _combined(lambda bucket: bucket.flat.buffers[0], True, "The flat masters.")
+    main_fp32_from_fp32_param_combine = _combined(
+        lambda bucket: bucket.flat.buffers[0], False, "The flat parameters that are no masters."
+    )
     main_fp32_param_combine = main_fp32_from_fp32_param_combine
 
     def __init__(self, optimizer: torch.optim.Optimizer, properties: Any, scalers: list[Any]) -> None:

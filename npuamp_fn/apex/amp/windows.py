@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from npuamp_fn.apex.amp.gradients import collect
+from npuamp_fn.tree_math import all_true
 
 __all__ = ["Scaled", "Window", "open_window", "settle", "unscale"]
 
@@ -32,7 +32,7 @@ class Window:
         flags = self.flags
         if not flags or (not self.scaler.dynamic and self.stashes[0].properties.opt_level == "O0"):
             return
-        self.scaler.record(flags[0] if len(flags) == 1 else torch.stack([f.to(flags[0].device) for f in flags]).all())
+        self.scaler.record(all_true(flags))
         if self.scaler.update_scale():
             for stash in self.stashes:
                 if stash.skip is None:
